@@ -1,0 +1,1 @@
+"""Large-scale recurrent language-model pretraining."""

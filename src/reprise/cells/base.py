@@ -1,0 +1,45 @@
+"""The contract of a cell: (input, state) -> (output, state), over one step or over a window.
+
+Legend: B rows, T time, D width, E input width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, ...]
+
+
+class Cell(nn.Module):
+    """One recurrent layer. Its state is handed in and out, and is never a buffer of the module.
+
+    A subclass sets `width`, `state_parts` and the two counts, and defines `forward`; a faster `step` is up to it.
+    """
+
+    width: int
+    # Tensors [B, D] that make up the state, fp32.
+    state_parts: int
+
+    def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> State:
+        """Zeros, fp32 (fp64 for a model in fp64), `state_parts` tensors of shape [batch_size, width]."""
+        example = next(self.parameters())
+        dtype = torch.promote_types(example.dtype, torch.float32)
+        shape = (batch_size, self.width)
+        where = example.device if device is None else device
+        return tuple(torch.zeros(shape, dtype=dtype, device=where) for _ in range(self.state_parts))
+
+    def step(self, x_BE: Tensor, state: State) -> tuple[Tensor, State]:
+        """One position: x [B, E] and the state before it give y [B, D] and the state after it."""
+        y_BTD, state = self(x_BE.unsqueeze(1), state, None)
+        return y_BTD[:, 0], state
+
+    def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
+        """A window: x [B, T, E] gives y [B, T, D] and the state after the last position.
+
+        Where `reset_BT` (bool) is true, that row's state is zero before that position is read. The state comes back
+        attached to the graph: whoever carries it to the next window detaches it.
+        """
+        raise NotImplementedError
+
+    def matmul_parameters(self) -> int:
+        """Weights that one token is multiplied with: what the count of operations is made from."""
+        raise NotImplementedError

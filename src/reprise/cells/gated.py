@@ -1,0 +1,166 @@
+"""LSTM and GRU with switches: coupled forget/input gate, layer norm on the hidden state, skip between time steps.
+
+The equations are in `kernels/reference.py`. Parameters have the same names, shapes and order of gates whatever
+implementation runs, so weights and checkpoints move between implementations.
+
+Legend: B rows, T time, D width, E input width, G all gates side by side.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from reprise.cells.base import Cell, State
+from reprise.kernels.dispatch import IMPLEMENTATIONS, pick
+from reprise.kernels.products import product_dtype
+from reprise.kernels.reference import GruWeights, LstmWeights
+from reprise.runtime import UserError
+
+RECURRENCES = ("full",)
+
+
+@dataclass
+class CellConfig:
+    """What recurs. Every combination of the switches is a cell, except coupled gates in a GRU, whose gate is coupled."""
+
+    kind: str = "lstm"
+    # Input gate 1 - f: three quarters of the weights and products.
+    coupled_gates: bool = True
+    # Layer norm on the hidden state, after the skip.
+    layer_norm: bool = True
+    # The previous hidden state added to the new one.
+    temporal_residual: bool = True
+    # Which units a unit hears from. full: all of them.
+    recurrence: str = "full"
+    # auto: the library's where no switch is on, else eager.
+    implementation: str = "auto"
+    # Added to the forget gate at the start (Jozefowicz et al. 2015); the LSTM only.
+    forget_bias: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_name("kind", self.kind, tuple(CELLS))
+        _check_name("recurrence", self.recurrence, RECURRENCES)
+        _check_name("implementation", self.implementation, IMPLEMENTATIONS)
+        if self.kind == "gru" and self.coupled_gates:
+            raise UserError("model.cell.coupled_gates=true: a gru's update gate is coupled already; allowed: false")
+        if self.implementation == "library" and self.switches():
+            raise UserError(
+                f"model.cell.implementation=library: the library has no {', '.join(self.switches())}; "
+                "allowed: auto, eager, reference"
+            )
+
+    def switches(self) -> tuple[str, ...]:
+        """Names of the switches that are on."""
+        names = ("coupled_gates", "layer_norm", "temporal_residual")
+        return tuple(name for name in names if getattr(self, name))
+
+    def build(self, width_in: int, width: int) -> Cell:
+        """One layer with inputs of `width_in` and a state of `width`."""
+        return CELLS[self.kind](self, width_in, width)
+
+
+class GatedCell(Cell):
+    """Weights, norm and choice of kernel, shared by the LSTM and the GRU family."""
+
+    num_gates: int
+
+    def __init__(self, config: CellConfig, width_in: int, width: int) -> None:
+        super().__init__()
+        self.config = config
+        self.width = width
+        self.input_weight = nn.Parameter(torch.empty(self.num_gates * width, width_in))
+        self.recurrent_weight = nn.Parameter(torch.empty(self.num_gates * width, width))
+        self.bias = nn.Parameter(torch.empty(self.num_gates * width))
+        if config.layer_norm:
+            self.norm_scale = nn.Parameter(torch.empty(width))
+            self.norm_shift = nn.Parameter(torch.empty(width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier-uniform weights gate by gate (Glorot and Bengio 2010), zero biases, a norm that scales by one."""
+        for weight in (self.input_weight, self.recurrent_weight):
+            for block in weight.detach().chunk(self.num_gates):
+                nn.init.xavier_uniform_(block)
+        nn.init.zeros_(self.bias)
+        if self.config.layer_norm:
+            nn.init.ones_(self.norm_scale)
+            nn.init.zeros_(self.norm_shift)
+
+    def matmul_parameters(self) -> int:
+        return self.input_weight.numel() + self.recurrent_weight.numel()
+
+    def norm(self) -> tuple[Tensor | None, Tensor | None]:
+        """Scale and shift of the norm on the hidden state, or a pair of None."""
+        return (self.norm_scale, self.norm_shift) if self.config.layer_norm else (None, None)
+
+    def extra_repr(self) -> str:
+        switches = ", ".join(self.config.switches()) or "no switch"
+        return f"{self.input_weight.shape[1]} -> {self.width}, {switches}, {self.config.implementation}"
+
+
+class LstmCell(GatedCell):
+    """Gates in the order o, f, i, z (coupled: o, f, z); the state is (h, c). Equations: `kernels.reference.lstm`."""
+
+    state_parts = 2
+
+    def __init__(self, config: CellConfig, width_in: int, width: int) -> None:
+        self.num_gates = 3 if config.coupled_gates else 4
+        super().__init__(config, width_in, width)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.bias[self.width : 2 * self.width] = self.config.forget_bias
+
+    def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
+        kernel = pick(
+            "lstm",
+            x_BTE.device.type,
+            product_dtype(self.recurrent_weight),
+            self.config.implementation,
+            switches=self.config.switches(),
+        )
+        weights = LstmWeights(self.input_weight, self.recurrent_weight, self.bias, *self.norm())
+        result: tuple[Tensor, State] = kernel(
+            x_BTE,
+            state,
+            reset_BT,
+            weights,
+            coupled_gates=self.config.coupled_gates,
+            temporal_residual=self.config.temporal_residual,
+        )
+        return result
+
+
+class GruCell(GatedCell):
+    """Gates in the order r, z, n; the state is (h,). Equations: `kernels.reference.gru`."""
+
+    state_parts = 1
+    num_gates = 3
+
+    def __init__(self, config: CellConfig, width_in: int, width: int) -> None:
+        super().__init__(config, width_in, width)
+        self.candidate_bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
+        kernel = pick(
+            "gru",
+            x_BTE.device.type,
+            product_dtype(self.recurrent_weight),
+            self.config.implementation,
+            switches=self.config.switches(),
+        )
+        weights = GruWeights(self.input_weight, self.recurrent_weight, self.bias, self.candidate_bias, *self.norm())
+        result: tuple[Tensor, State] = kernel(
+            x_BTE, state, reset_BT, weights, temporal_residual=self.config.temporal_residual
+        )
+        return result
+
+
+def _check_name(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise UserError(f"model.cell.{key}={value}: unknown; allowed: {', '.join(allowed)}")
+
+
+CELLS: dict[str, type[GatedCell]] = {"lstm": LstmCell, "gru": GruCell}

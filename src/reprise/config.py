@@ -1,0 +1,234 @@
+"""The typed schema of every command, checks across its sections, and one clear line for what is wrong.
+
+Each section's dataclass lives beside its user; here they come together. `load` turns Hydra's tree into these dataclasses,
+so that every `__post_init__` has run before any work begins.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import DictConfig, OmegaConf
+
+from reprise.data.corpora import DataConfig, PrepareConfig
+from reprise.distributed.membership import ClusterConfig
+from reprise.evaluation.language import GenerateConfig
+from reprise.models import ModelConfig
+from reprise.runtime import RunFolder, UserError, World, as_plain, digest_of
+from reprise.training.budget import TrainConfig
+from reprise.training.checkpoint import CheckpointConfig
+from reprise.training.metrics_file import LoggerConfig
+from reprise.training.optim import OptimConfig, ScheduleConfig
+
+# What may differ between two commands that mean the same run: it changes where and how often something is written, no number.
+_WITHOUT_EFFECT = (
+    "name",
+    "fresh",
+    "paths",
+    "logger",
+    "train.log_every_steps",
+    "train.validate_every_steps",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_latest",
+    "cluster.timeout_s",
+    "prepare.num_threads",
+)
+# Sections that a task does not read.
+_UNUSED_BY_TASK = {
+    "prepare": (
+        "seed",
+        "model",
+        "optim",
+        "schedule",
+        "train",
+        "cluster",
+        "checkpoint",
+        "generate",
+        "prompt",
+        "runs",
+        "data.num_lanes",
+        "data.window",
+        "data.eval_lanes",
+    ),
+    "pretrain": ("prompt", "runs", "generate"),
+    "evaluate": ("prompt", "runs", "generate"),
+    "generate": ("runs",),
+    "report": (
+        "seed",
+        "data",
+        "prepare",
+        "model",
+        "optim",
+        "schedule",
+        "train",
+        "cluster",
+        "checkpoint",
+        "generate",
+        "prompt",
+    ),
+}
+
+
+@dataclass
+class TaskConfig:
+    """Which task a command runs."""
+
+    name: str = "pretrain"
+
+
+@dataclass
+class PathsConfig:
+    """`root` holds `runs/`, `prepared/` and `sweeps/`."""
+
+    root: str = "."
+
+
+@dataclass
+class Config:
+    """Everything a command can set; one field a section of `conf/`."""
+
+    task: TaskConfig = field(default_factory=TaskConfig)
+    name: str = "pretrain"
+    seed: int = 1
+    fresh: bool = False
+    prompt: str = ""
+    runs: str = "runs/*"
+    paths: PathsConfig = field(default_factory=PathsConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    prepare: PrepareConfig = field(default_factory=PrepareConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed}: at least 0")
+        if not re.fullmatch(r"[\w.,=+-]+", self.name):
+            raise UserError(f"name={self.name!r}: letters, digits and . , = + - _ only, since it names a folder")
+
+    def check(self) -> None:
+        """What no section can know alone; not in `__post_init__`, which also runs on the schema's bare defaults."""
+        train = self.train
+        if train.max_steps is None and train.max_tokens is None and train.max_minutes is None:
+            raise UserError(
+                "train.max_steps=null: set at least one of train.max_steps, train.max_tokens, train.max_minutes"
+            )
+        ranks = self.cluster.devices * self.cluster.nodes
+        if self.data.num_lanes < ranks * self.train.accumulate:
+            raise UserError(
+                f"data.num_lanes={self.data.num_lanes}: fewer than one lane a group; cluster.devices x cluster.nodes x"
+                f" train.accumulate = {ranks * self.train.accumulate}"
+            )
+        if self.cluster.precision == "16-mixed" and self.train.clip_norm is None and self.optim.kind == "sgd":
+            raise UserError("cluster.precision=16-mixed with optim=sgd and train.clip_norm=null: set train.clip_norm")
+
+    def tokens_per_step(self) -> int:
+        """Targets of a full step over all lanes of all ranks."""
+        return self.data.num_lanes * self.data.window
+
+    def planned_steps(self) -> int | None:
+        return self.train.planned_steps(self.tokens_per_step())
+
+    def digest(self) -> str:
+        """Digest of the settings that can change the task's result."""
+        plain = as_plain(self)
+        for dotted in (*_WITHOUT_EFFECT, *_UNUSED_BY_TASK[self.task.name]):
+            *sections, key = dotted.split(".")
+            section = plain
+            for name in sections:
+                section = section.get(name, {})
+            section.pop(key, None)
+        return digest_of(plain)
+
+    def run_folder(self) -> RunFolder:
+        return RunFolder(Path(self.paths.root) / "runs" / self.name / self.digest())
+
+    def prepared_root(self) -> Path:
+        return Path(self.paths.root) / "prepared"
+
+
+def register_schema() -> None:
+    """Give Hydra the types, and `${sweep_id:}`: one id for all jobs of one command, and the same when it is given again."""
+    OmegaConf.register_new_resolver("sweep_id", lambda: digest_of({"command": sys.argv[1:]}), replace=True)
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(tree: DictConfig) -> Config:
+    """The typed config of one job, every check passed, with the ranks that an agent really started.
+
+    Raises:
+        UserError: the first thing that is wrong, by its key.
+    """
+    # `+key=value` opens even a typed tree, and would then be ignored in silence.
+    known = set(all_keys())
+    for key in _keys_of(tree):
+        if key not in known:
+            raise UserError(unknown_key(key))
+    config = OmegaConf.to_object(tree)
+    assert isinstance(config, Config)
+    world = World.from_environment()
+    if world.size > 1:
+        config.cluster.devices, config.cluster.nodes = world.local_size, world.num_nodes
+    config.check()
+    return config
+
+
+def all_keys(node: Any = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the schema."""
+    keys = []
+    for item in fields(node):
+        keys.append(prefix + item.name)
+        if is_dataclass(item.type):
+            keys += all_keys(item.type, f"{prefix}{item.name}.")
+    return keys
+
+
+def _keys_of(tree: DictConfig, prefix: str = "") -> Iterator[str]:
+    for key in map(str, tree):
+        yield f"{prefix}{key}"
+        if not OmegaConf.is_missing(tree, key) and isinstance(tree[key], DictConfig):
+            yield from _keys_of(tree[key], f"{prefix}{key}.")
+
+
+def unknown_key(key: str) -> str:
+    """What to tell of a key that the schema does not have."""
+    return f"{key}: no such key{_nearest(key, all_keys())}"
+
+
+def explain(error: Exception, overrides: Sequence[str]) -> str:
+    """One line for an error Hydra or OmegaConf found while composing: the key, what is wrong, the nearest key."""
+    text = " ".join(str(part) for part in (error, error.__cause__) if part is not None)
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key not in all_keys() and "/" not in key and not key.startswith("hydra.") and key in text:
+            return unknown_key(key)
+        if "could not be converted" in text and key in text:
+            expected = re.search(r"converted to (\w+)", text)
+            return f"{key}={value}: not of the right type{f', {expected[1]} expected' if expected else ''}"
+    if match := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\s*(.*)", str(error), re.DOTALL):
+        options = match[3].partition("Config search path")[0].split()
+        wanted = match[1].rpartition("/")[2]
+        return f"{match[2]}={wanted}: no such option{_nearest(wanted, options)}; one of {', '.join(options)}"
+    return re.sub(r"\s+", " ", str(error)).strip()
+
+
+def _nearest(word: str, words: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    if not close:
+        # The section may be right and the last part far off, or the section left out.
+        leaves = {name.rpartition(".")[2]: name for name in words}
+        close = [
+            leaves[leaf] for leaf in difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.5)
+        ]
+    return f"; did you mean {close[0]}?" if close else ""

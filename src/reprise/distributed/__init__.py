@@ -1,0 +1,1 @@
+"""Floor 3: who is here and which lanes are whose."""

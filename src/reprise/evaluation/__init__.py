@@ -1,0 +1,1 @@
+"""Floor 4: scores, generation and reports over finished runs."""

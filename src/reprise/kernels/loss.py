@@ -1,0 +1,92 @@
+"""Output layer and cross-entropy in one, over chunks of tokens: the logits of a window are never all in memory.
+
+The gradients of the sum are computed in the forward pass, while a chunk's probabilities are at hand, and only scaled in
+backward: the product that makes the logits is done once (the idea of Liger-Kernel's fused linear cross-entropy, Hsu et
+al. 2024, arXiv:2410.10989, section 3).
+
+Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from reprise.kernels.products import product_dtype, state_dtype
+from reprise.kernels.reference import IGNORE
+
+# Logits of one chunk, in elements: a fraction of a CPU's last cache, or enough to keep a GPU busy.
+_CPU_CHUNK_ELEMENTS = 1 << 22
+_GPU_CHUNK_ELEMENTS = 1 << 26
+_MIN_CHUNK_TOKENS = 256
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *, chunk_tokens: int | None = None
+) -> Tensor:
+    """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
+
+    Targets equal to IGNORE count nothing. Products run in the weight's format or autocast's, softmax and sums in fp32.
+    """
+    product = product_dtype(weight_VD)
+    if chunk_tokens is None:
+        budget = _CPU_CHUNK_ELEMENTS if hidden_ND.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+        chunk_tokens = max(_MIN_CHUNK_TOKENS, budget // weight_VD.shape[0])
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens, product, torch.is_grad_enabled()
+        )
+    return total
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor,
+        targets_N: Tensor,
+        chunk_tokens: int,
+        product: torch.dtype,
+        wants_gradients: bool,
+    ) -> Tensor:
+        kept = state_dtype(product)
+        read_ND, read_VD = hidden_ND.to(product), weight_VD.to(product)
+        total = torch.zeros((), dtype=kept, device=hidden_ND.device)
+        grad_hidden_ND = torch.empty_like(hidden_ND) if wants_gradients else None
+        grad_weight_VD = torch.zeros_like(weight_VD, dtype=kept) if wants_gradients else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=kept) if wants_gradients else None
+        for start in range(0, hidden_ND.shape[0], chunk_tokens):
+            read_CD, targets_C = read_ND[start : start + chunk_tokens], targets_N[start : start + chunk_tokens]
+            valid_C = targets_C != IGNORE
+            targets_C1 = targets_C.masked_fill(~valid_C, 0).unsqueeze(1)
+            scores_CV = torch.mm(read_CD, read_VD.t()).to(kept).add_(bias_V)
+            scores_CV = torch.log_softmax(scores_CV, dim=-1)
+            total -= scores_CV.gather(1, targets_C1)[:, 0].masked_fill(~valid_C, 0.0).sum()
+            if grad_hidden_ND is None or grad_weight_VD is None or grad_bias_V is None:
+                continue
+            # d nll / d logits = probabilities - one at the target, and nothing for an ignored token.
+            grad_CV = scores_CV.exp_()
+            grad_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=kept))
+            grad_CV.masked_fill_(~valid_C.unsqueeze(1), 0.0)
+            grad_bias_V += grad_CV.sum(dim=0)
+            grad_CV = grad_CV.to(product)
+            grad_hidden_ND[start : start + chunk_tokens] = torch.mm(grad_CV, read_VD)
+            grad_weight_VD += torch.mm(grad_CV.t(), read_CD)
+        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, grad_bias_V)
+        ctx.dtypes = (weight_VD.dtype, bias_V.dtype)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor) -> tuple[Any, ...]:
+        grad_hidden_ND, grad_weight_VD, grad_bias_V = ctx.saved_tensors
+        weight_dtype, bias_dtype = ctx.dtypes
+        return (
+            grad_hidden_ND * grad_total.to(grad_hidden_ND.dtype),
+            (grad_weight_VD * grad_total).to(weight_dtype),
+            (grad_bias_V * grad_total).to(bias_dtype),
+            *(None,) * 4,
+        )

@@ -1,0 +1,167 @@
+"""The definition of correct: recurrent cells as a loop over time in plain PyTorch, differentiated by autograd.
+
+Every faster implementation has the names and signatures below and is compared with these functions.
+
+Legend: B rows, T time, D width, E input width, V vocabulary, N tokens, G all gates side by side (a multiple of D).
+
+Number formats: matrix products in `products.product_dtype` (the weights' own, or autocast's), everything else and the
+carried state in fp32 (fp64 where the weights are fp64). Outputs come in the products' format.
+
+Resets: where `reset_BT` is true, that row's state is zero before that position is read, exactly.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, layer_norm
+
+from reprise.kernels.products import mixed_linear, product_dtype, state_dtype
+
+NORM_EPSILON = 1e-5
+IGNORE = -100
+
+State = tuple[Tensor, ...]
+
+
+class LstmWeights(NamedTuple):
+    """Gates in the order o, f, i, z; coupled gates have no i. The norm's pair is None when there is no norm."""
+
+    input_GE: Tensor
+    recurrent_GD: Tensor
+    bias_G: Tensor
+    norm_scale_D: Tensor | None = None
+    norm_shift_D: Tensor | None = None
+
+
+class GruWeights(NamedTuple):
+    """Gates in the order r, z, n. `candidate_bias_D` is the bias inside the reset gate's product."""
+
+    input_GE: Tensor
+    recurrent_GD: Tensor
+    bias_G: Tensor
+    candidate_bias_D: Tensor
+    norm_scale_D: Tensor | None = None
+    norm_shift_D: Tensor | None = None
+
+
+class LstmKernel(Protocol):
+    def __call__(
+        self,
+        x_BTE: Tensor,
+        state: State,
+        reset_BT: Tensor | None,
+        weights: LstmWeights,
+        *,
+        coupled_gates: bool,
+        temporal_residual: bool,
+    ) -> tuple[Tensor, State]: ...
+
+
+class GruKernel(Protocol):
+    def __call__(
+        self, x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights, *, temporal_residual: bool
+    ) -> tuple[Tensor, State]: ...
+
+
+def lstm(
+    x_BTE: Tensor,
+    state: State,
+    reset_BT: Tensor | None,
+    weights: LstmWeights,
+    *,
+    coupled_gates: bool,
+    temporal_residual: bool,
+) -> tuple[Tensor, State]:
+    """LSTM with three switches (Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000).
+
+    a_t = W_input x_t + W_recurrent h_{t-1} + b;  o, f, i = sigmoid(a), z = tanh(a)
+    c_t = f * c_{t-1} + i * z            coupled gates: i = 1 - f (Greff et al. 2017, CIFG)
+    u_t = o * tanh(c_t)                  temporal residual: u_t = o * tanh(c_t) + h_{t-1}
+    h_t = u_t                            layer norm: h_t = LayerNorm(u_t)
+
+    x [B, T, E], state (h [B, D], c [B, D]), reset [B, T] bool or None. Returns (y [B, T, D], (h, c) after the last
+    position).
+    """
+    product = product_dtype(weights.recurrent_GD)
+    hidden_BD, cell_BD = (part.to(state_dtype(product)) for part in state)
+    outputs = []
+    with torch.autocast(x_BTE.device.type, enabled=False):
+        drive_BTG = mixed_linear(x_BTE, weights.input_GE, product) + weights.bias_G
+        for t in range(x_BTE.shape[1]):
+            if reset_BT is not None:
+                hidden_BD = hidden_BD.masked_fill(reset_BT[:, t, None], 0.0)
+                cell_BD = cell_BD.masked_fill(reset_BT[:, t, None], 0.0)
+            gates_BG = drive_BTG[:, t] + mixed_linear(hidden_BD, weights.recurrent_GD, product)
+            if coupled_gates:
+                o_BD, f_BD, z_BD = gates_BG.chunk(3, dim=-1)
+                f_BD = torch.sigmoid(f_BD)
+                i_BD = 1.0 - f_BD
+            else:
+                o_BD, f_BD, i_BD, z_BD = gates_BG.chunk(4, dim=-1)
+                f_BD, i_BD = torch.sigmoid(f_BD), torch.sigmoid(i_BD)
+            cell_BD = f_BD * cell_BD + i_BD * torch.tanh(z_BD)
+            update_BD = torch.sigmoid(o_BD) * torch.tanh(cell_BD)
+            hidden_BD = _hidden(update_BD, hidden_BD, weights, temporal_residual=temporal_residual)
+            outputs.append(hidden_BD.to(product))
+    return torch.stack(outputs, dim=1), (hidden_BD, cell_BD)
+
+
+def gru(
+    x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights, *, temporal_residual: bool
+) -> tuple[Tensor, State]:
+    """GRU (Cho et al. 2014) with the equations of torch.nn.GRU, and two switches.
+
+    r, z = sigmoid(W_input x_t + b + W_recurrent h_{t-1})
+    n = tanh(W_input x_t + b + r * (W_recurrent h_{t-1} + b_candidate))
+    u_t = (1 - z) * n + z * h_{t-1}      temporal residual: u_t = (1 - z) * n + h_{t-1}
+    h_t = u_t                            layer norm: h_t = LayerNorm(u_t)
+
+    The skip takes the place of the gated copy: with both, a hidden state without norm would double at every step.
+
+    x [B, T, E], state (h [B, D],), reset [B, T] bool or None. Returns (y [B, T, D], (h,) after the last position).
+    """
+    product = product_dtype(weights.recurrent_GD)
+    hidden_BD = state[0].to(state_dtype(product))
+    outputs = []
+    with torch.autocast(x_BTE.device.type, enabled=False):
+        drive_BTG = mixed_linear(x_BTE, weights.input_GE, product) + weights.bias_G
+        for t in range(x_BTE.shape[1]):
+            if reset_BT is not None:
+                hidden_BD = hidden_BD.masked_fill(reset_BT[:, t, None], 0.0)
+            drive_r_BD, drive_z_BD, drive_n_BD = drive_BTG[:, t].chunk(3, dim=-1)
+            r_BD, z_BD, n_BD = mixed_linear(hidden_BD, weights.recurrent_GD, product).chunk(3, dim=-1)
+            r_BD = torch.sigmoid(drive_r_BD + r_BD)
+            z_BD = torch.sigmoid(drive_z_BD + z_BD)
+            n_BD = torch.tanh(drive_n_BD + r_BD * (n_BD + weights.candidate_bias_D))
+            update_BD = (1.0 - z_BD) * n_BD
+            if not temporal_residual:
+                update_BD = update_BD + z_BD * hidden_BD
+            hidden_BD = _hidden(update_BD, hidden_BD, weights, temporal_residual=temporal_residual)
+            outputs.append(hidden_BD.to(product))
+    return torch.stack(outputs, dim=1), (hidden_BD,)
+
+
+def _hidden(
+    update_BD: Tensor, previous_BD: Tensor, weights: LstmWeights | GruWeights, *, temporal_residual: bool
+) -> Tensor:
+    """The hidden state from a cell's update: skip between adjacent time steps first, then the norm."""
+    if temporal_residual:
+        update_BD = update_BD + previous_BD
+    if weights.norm_scale_D is None or weights.norm_shift_D is None:
+        return update_BD
+    scale_D, shift_D = weights.norm_scale_D.to(update_BD.dtype), weights.norm_shift_D.to(update_BD.dtype)
+    return layer_norm(update_BD, (update_BD.shape[-1],), scale_D, shift_D, NORM_EPSILON)
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *, chunk_tokens: int | None = None
+) -> Tensor:
+    """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
+
+    Targets equal to IGNORE count nothing. All logits are materialised; `chunk_tokens` is for the twin in `loss.py`.
+    """
+    product = product_dtype(weight_VD)
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        logits_NV = mixed_linear(hidden_ND, weight_VD, product) + bias_V
+        return cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")

@@ -1,0 +1,164 @@
+"""What the eager cells share for one window of time steps: the input's drive, resets, the hidden state and gradients.
+
+Every cell here ends a step in the same way (skip between time steps, then norm) and starts backward in the same way, so
+a variant of the hidden state (another norm, a scale on the skip) changes this file and `reference._hidden` only.
+
+Legend: B rows, T time, P time and the initial state before it (T + 1), N = T * B, D width, E input width, G all gates.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from reprise.kernels.products import state_dtype
+from reprise.kernels.reference import NORM_EPSILON
+
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+
+
+class Resets:
+    """Rows that start anew inside a window. Only the positions where some row does pay for it."""
+
+    def __init__(self, reset_BT: Tensor | None) -> None:
+        self.steps: frozenset[int] = frozenset()
+        self._mask_TB1: Tensor | None = None
+        if reset_BT is not None:
+            self.steps = frozenset(reset_BT.any(dim=0).nonzero().flatten().tolist())
+            self._mask_TB1 = reset_BT.t().unsqueeze(-1).contiguous()
+
+    def cleared(self, part_BD: Tensor, t: int) -> Tensor:
+        """The part of the state that step `t` reads: zero in the rows that start anew there."""
+        assert self._mask_TB1 is not None
+        return part_BD.masked_fill(self._mask_TB1[t], 0.0)
+
+    def previous(self, parts_PBD: Tensor) -> Tensor:
+        """For every position the part of the state that it read, [T, B, D], from the parts after every position."""
+        previous_TBD = parts_PBD[:-1]
+        if self._mask_TB1 is None or not self.steps:
+            return previous_TBD
+        return previous_TBD.masked_fill(self._mask_TB1, 0.0)
+
+
+class Norm(NamedTuple):
+    """The layer norm's parameters in the kept format; both None where there is no norm."""
+
+    scale_D: Tensor | None
+    shift_D: Tensor | None
+
+    def to(self, kept: torch.dtype) -> "Norm":
+        return Norm(*(None if part is None else part.to(kept) for part in self))
+
+
+class HiddenStates:
+    """The hidden states of a window as they are produced: outputs in the products' format, updates before the norm."""
+
+    def __init__(self, initial_BD: Tensor, norm: Norm, *, num_steps: int, product: torch.dtype) -> None:
+        num_rows, width = initial_BD.shape
+        self._norm = norm
+        self._shape = (width,)
+        self.last_BD = initial_BD.to(state_dtype(product))
+        self.outputs_PBD = initial_BD.new_empty((num_steps + 1, num_rows, width), dtype=product)
+        self.outputs_PBD[0].copy_(initial_BD)
+        self.updates_TBD = initial_BD.new_empty((num_steps, num_rows, width), dtype=state_dtype(product))
+        self._outputs, self._updates = self.outputs_PBD.unbind(0), self.updates_TBD.unbind(0)
+        self._statistics: list[tuple[Tensor, Tensor]] = []
+
+    def finish(self, t: int) -> tuple[Tensor, Tensor]:
+        """Step t's hidden state [B, D] from its update: in the kept format, and as the next product reads it."""
+        hidden_BD = self._updates[t]
+        if self._norm.scale_D is not None:
+            hidden_BD, mean_B1, inverse_deviation_B1 = torch.native_layer_norm(
+                hidden_BD, self._shape, self._norm.scale_D, self._norm.shift_D, NORM_EPSILON
+            )
+            self._statistics.append((mean_B1, inverse_deviation_B1))
+        self.last_BD = hidden_BD
+        return hidden_BD, self._outputs[t + 1].copy_(hidden_BD)
+
+    def statistics(self) -> Tensor | None:
+        """Mean and inverse deviation of every norm taken, [2, T, B, 1]."""
+        if not self._statistics:
+            return None
+        means, inverse_deviations = zip(*self._statistics, strict=True)
+        return torch.stack((torch.stack(means), torch.stack(inverse_deviations)))
+
+
+class HiddenGradients:
+    """Backward of `HiddenStates.finish`, last step first."""
+
+    def __init__(self, grad_y_BTD: Tensor, updates_TBD: Tensor, norm: Norm, statistics_2TB1: Tensor | None) -> None:
+        self._norm = norm
+        self._shape = updates_TBD.shape[-1:]
+        self._grad_y = grad_y_BTD.transpose(0, 1).to(updates_TBD.dtype).unbind(0)
+        self._updates_TBD = updates_TBD
+        self._updates = updates_TBD.unbind(0)
+        self._statistics_2TB1 = statistics_2TB1
+        if statistics_2TB1 is not None:
+            self._means, self._inverse_deviations = statistics_2TB1[0].unbind(0), statistics_2TB1[1].unbind(0)
+            self._grad_hidden_TBD = torch.empty_like(updates_TBD)
+            self._grad_hidden = self._grad_hidden_TBD.unbind(0)
+
+    def at(self, t: int, grad_hidden_BD: Tensor) -> Tensor:
+        """The gradient of step t's update [B, D], from what later steps say about the hidden state (overwritten)."""
+        if self._statistics_2TB1 is None:
+            return grad_hidden_BD.add_(self._grad_y[t])
+        total_BD = torch.add(grad_hidden_BD, self._grad_y[t], out=self._grad_hidden[t])
+        grad_update_BD: Tensor = _layer_norm_backward(
+            total_BD,
+            self._updates[t],
+            self._shape,
+            self._means[t],
+            self._inverse_deviations[t],
+            self._norm.scale_D,
+            self._norm.shift_D,
+            (True, False, False),
+        )[0]
+        return grad_update_BD
+
+    def norm_gradients(self) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of the norm's scale and shift [D], one pass over the whole window."""
+        if self._statistics_2TB1 is None:
+            return None, None
+        mean_N1, inverse_deviation_N1 = self._statistics_2TB1.flatten(1, 2).unbind(0)
+        _, grad_scale_D, grad_shift_D = _layer_norm_backward(
+            self._grad_hidden_TBD.flatten(0, 1),
+            self._updates_TBD.flatten(0, 1),
+            self._shape,
+            mean_N1,
+            inverse_deviation_N1,
+            self._norm.scale_D,
+            self._norm.shift_D,
+            (False, True, True),
+        )
+        return grad_scale_D, grad_shift_D
+
+
+def drive(x_BTE: Tensor, input_GE: Tensor, bias_G: Tensor, product: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The input's share of all gates, one product for the whole window.
+
+    Returns the time-major input [T, B, E] in the products' format and the drive [T, B, G] in the kept format.
+    """
+    x_TBE = x_BTE.transpose(0, 1).to(product).contiguous()
+    x_NE = x_TBE.flatten(0, 1)
+    bias_G = bias_G.to(state_dtype(product))
+    if bias_G.dtype == product:
+        drive_NG = torch.addmm(bias_G, x_NE, input_GE.to(product).t())
+    else:
+        drive_NG = torch.mm(x_NE, input_GE.to(product).t()).to(bias_G.dtype).add_(bias_G)
+    return x_TBE, drive_NG.view(*x_TBE.shape[:2], -1)
+
+
+def input_gradient(grad_gates_TBG: Tensor, input_GE: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient of x [B, T, E], one product for the whole window."""
+    grad_x_NE = torch.mm(grad_gates_TBG.flatten(0, 1), input_GE.to(grad_gates_TBG.dtype))
+    return grad_x_NE.view(*grad_gates_TBG.shape[:2], -1).transpose(0, 1).to(dtype)
+
+
+def weight_gradient(grad_gates_TBG: Tensor, read_TBK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient [G, K] of the weight that multiplied `read`, one product for the whole window."""
+    return torch.mm(grad_gates_TBG.flatten(0, 1).t(), read_TBK.flatten(0, 1)).to(dtype)
+
+
+def bias_gradient(grad_gates_TBG: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradient [G] of a bias, summed in the kept format."""
+    return grad_gates_TBG.sum(dim=(0, 1), dtype=state_dtype(grad_gates_TBG.dtype)).to(dtype)

@@ -1,0 +1,410 @@
+"""The tasks, wired by hand in reading order."""
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from omegaconf import OmegaConf
+
+from reprise.config import Config, TaskConfig
+from reprise.data.prepare import prepare as prepare_corpus
+from reprise.data.shards import Corpus
+from reprise.evaluation import report as reports
+from reprise.evaluation.language import generate as generate_tokens
+from reprise.evaluation.sweep_table import SweepTable
+from reprise.models import LanguageModel
+from reprise.runtime import (
+    RunFolder,
+    UserError,
+    World,
+    as_plain,
+    environment_text,
+    from_rank_zero,
+    is_rank,
+    join_world,
+    launch_ranks,
+    package_versions,
+    say,
+    write_atomically,
+)
+from reprise.training import checkpoint as checkpoints
+from reprise.training.budget import Budget
+
+if TYPE_CHECKING:
+    from reprise.training.session import Settings
+
+Result = dict[str, Any]
+
+
+def prepare(config: Config, overrides: Sequence[str]) -> Result:
+    """Text to token shards; a second call finds them and says so."""
+    started = time.monotonic()
+    corpus = prepare_corpus(config.data, config.prepare, config.prepared_root())
+    with open_run(config, overrides, World()) as run:
+        result = common_result(config, started) | {"folder": str(corpus.folder), "manifest": corpus.manifest}
+        run.write_result(result)
+    return result
+
+
+def pretrain(config: Config, overrides: Sequence[str]) -> Result:
+    """Train a language model and score it on validation and test text; resumes where an earlier command stopped."""
+    from reprise.training import loggers, session
+
+    started = time.monotonic()
+    world = join_world(backend=config.cluster.backend, timeout_s=config.cluster.timeout_s)
+    with open_run(config, overrides, world) as run:
+        finished = from_rank_zero(run.result, world)
+        if finished is not None:
+            say(f"{run.path} is finished ({headline(finished)}); fresh=true starts over")
+            return finished
+        corpus = shared_corpus(config, world)
+        model = build_model(config, corpus)
+        start_weights(model, config, corpus)
+        training = session.Session(
+            model,
+            corpus,
+            settings=session_settings(config),
+            budget=Budget(config.planned_steps(), config.train.max_minutes),
+            run=run,
+            world=world,
+            identity=identity(config, corpus),
+            loggers=loggers.build_loggers(config.logger, run, plain_config=as_plain(config), group=config.name),
+        )
+        say(banner(config, corpus, model, world, run))
+        outcome = training.fit()
+        scores = training.score("val") | training.score("test")
+        result = common_result(config, started) | outcome | scores
+        result |= {"parameters": model.num_parameters(), "weights_sha256": checkpoints.weights_sha256(model)}
+        if world.rank == 0:
+            sample = sample_text(model, corpus, config)
+            say(f"sample: {sample!r}")
+            run.write_result(result | {"sample": sample})
+        training.close()
+        say(closing(result, run))
+    return result
+
+
+def evaluate(config: Config, overrides: Sequence[str]) -> Result:
+    """Loss, perplexity and bits per byte of a trained run; trains it first when no `checkpoint.load` says which."""
+    from reprise.training import session
+
+    started = time.monotonic()
+    where = config.checkpoint.load
+    if where is None:
+        training_config = replace(config, task=TaskConfig("pretrain"), name=own_name(overrides, "pretrain"))
+        pretrain(training_config, overrides)
+        where = str(training_config.run_folder().path)
+    world = join_world(backend=config.cluster.backend, timeout_s=config.cluster.timeout_s)
+    with open_run(config, overrides, world) as run:
+        loaded = load_run(where, config, overrides, world)
+        scoring = session.Session(
+            loaded.model,
+            loaded.corpus,
+            settings=session_settings(loaded.config),
+            budget=Budget(None, None),
+            run=run,
+            world=world,
+            identity={},
+        )
+        scores = scoring.score("val") | scoring.score("test")
+        result = common_result(config, started) | {"checkpoint": str(loaded.path)} | scoring.device_facts() | scores
+        result["weights_sha256"] = checkpoints.weights_sha256(loaded.model)
+        if world.rank == 0:
+            run.write_result(result)
+        say(f"written to {run.path / 'result.json'}")
+    return result
+
+
+def generate(config: Config, overrides: Sequence[str]) -> Result:
+    """Text after a prompt, to the terminal as it comes."""
+    started = time.monotonic()
+    if config.checkpoint.load is None:
+        raise UserError("checkpoint.load=null: give the run to generate from, a folder like runs/<name>/<digest>")
+    loaded = load_run(config.checkpoint.load, config, overrides, World())
+    tokenizer = loaded.corpus.tokenizer
+    prompt_ids = tokenizer.encode(config.prompt)
+    ids: list[int] = []
+    shown = ""
+    sys.stdout.write(config.prompt)
+    for token in generate_tokens(
+        loaded.model, prompt_ids, settings=config.generate, eos_id=tokenizer.eos_id, seed=config.seed
+    ):
+        ids.append(token)
+        # A character may end in a later token: what cannot be decoded yet waits.
+        text = tokenizer.decode(prompt_ids + ids)[len(tokenizer.decode(prompt_ids)) :]
+        if not text.endswith("\ufffd"):
+            sys.stdout.write(text[len(shown) :])
+            sys.stdout.flush()
+            shown = text
+    print(flush=True)
+    with open_run(config, overrides, World()) as run:
+        result = common_result(config, started) | {
+            "prompt": config.prompt,
+            "text": shown,
+            "checkpoint": str(loaded.path),
+        }
+        result["weights_sha256"] = checkpoints.weights_sha256(loaded.model)
+        run.write_result(result)
+    return result
+
+
+def report(config: Config, overrides: Sequence[str]) -> Result:
+    """Curves of one or many runs as PNG, with the numbers behind them."""
+    started = time.monotonic()
+    with open_run(config, overrides, World()) as run:
+        files = reports.write_report(config.runs, run.path)
+        result = common_result(config, started) | {"files": [str(file) for file in files]}
+        run.write_result(result)
+    for file in files:
+        say(str(file))
+    return result
+
+
+TASKS: dict[str, Callable[[Config, Sequence[str]], Result]] = {
+    "prepare": prepare,
+    "pretrain": pretrain,
+    "evaluate": evaluate,
+    "generate": generate,
+    "report": report,
+}
+# Tasks that compute on several ranks; the others run in the process that was asked.
+RANKED_TASKS = ("pretrain", "evaluate")
+
+
+@contextlib.contextmanager
+def open_run(config: Config, overrides: Sequence[str], world: World) -> Iterator[RunFolder]:
+    """The run's folder, held by rank 0 alone, with its settings written down; `fresh=true` empties it first."""
+    run = config.run_folder()
+    with contextlib.ExitStack() as stack:
+
+        def take() -> None:
+            stack.enter_context(run.locked())
+            if config.fresh:
+                for entry in run.path.iterdir():
+                    if entry.name != ".lock":
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if not (run.path / "config.yaml").exists():
+                write_atomically(run.path / "overrides.txt", "\n".join(overrides) + "\n")
+                write_atomically(run.path / "environment.txt", environment_text())
+                write_atomically(run.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+        from_rank_zero(take, world)
+        yield run
+
+
+def shared_corpus(config: Config, world: World) -> Corpus:
+    """The prepared corpus; rank 0 prepares what is missing while the others wait, then they open what it made."""
+    made: list[Corpus] = []
+
+    def make() -> None:
+        made.append(prepare_corpus(config.data, config.prepare, config.prepared_root()))
+
+    from_rank_zero(make, world)
+    return made[0] if made else prepare_corpus(config.data, config.prepare, config.prepared_root())
+
+
+def session_settings(config: Config) -> "Settings":
+    from reprise.training.session import Settings
+
+    return Settings(
+        data=config.data,
+        train=config.train,
+        optim=config.optim,
+        schedule=config.schedule,
+        cluster=config.cluster,
+        checkpoint=config.checkpoint,
+        seed=config.seed,
+    )
+
+
+def build_model(config: Config, corpus: Corpus) -> LanguageModel:
+    """The model with weights that depend on the seed only."""
+    torch.manual_seed(config.seed)
+    return config.model.build(vocab_size=corpus.tokenizer.vocab_size)
+
+
+def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
+    """What a checkpoint and a run that loads it must share, by setting. Speed choices are no part of it."""
+    model = {f"model.{key}": value for key, value in as_plain(config.model).items() if key != "cell"}
+    cell = {f"model.cell.{key}": value for key, value in as_plain(config.model.cell).items() if key != "implementation"}
+    without_weights = {"model.dropout", "model.embedding_dropout"}
+    kept = {key: value for key, value in (model | cell).items() if key not in without_weights}
+    return kept | {"vocab_size": corpus.tokenizer.vocab_size, "tokenizer": corpus.tokenizer.fingerprint}
+
+
+def start_weights(model: LanguageModel, config: Config, corpus: Corpus) -> None:
+    """Begin from another run's weights when `checkpoint.load` names one."""
+    if config.checkpoint.load is None:
+        return
+    path = checkpoints.find_checkpoint(config.checkpoint.load)
+    load_weights(model, path, identity(config, corpus))
+    say(f"starting from the weights of {path}")
+
+
+def load_weights(model: LanguageModel, path: Path, expected: dict[str, Any]) -> None:
+    """Fill the model from a checkpoint of the same model and tokenizer.
+
+    Raises:
+        UserError: the file is broken, or belongs to another model.
+    """
+    from reprise.training.recovery_state import KEY, check_identity
+
+    try:
+        contents = checkpoints.load_checkpoint(path)
+        saved = contents[KEY]["identity"]
+    except (checkpoints.BrokenCheckpoint, KeyError, RuntimeError, OSError) as error:
+        raise UserError(f"checkpoint.load={path}: not a whole checkpoint of this project ({error})") from error
+    check_identity(saved, expected, where=f"checkpoint.load={path}")
+    prefix = "model."
+    weights = {name.removeprefix(prefix): value for name, value in contents["state_dict"].items()}
+    model.load_state_dict(weights)
+
+
+@dataclass
+class LoadedRun:
+    """A trained run, ready to be asked."""
+
+    config: Config
+    corpus: Corpus
+    model: LanguageModel
+    path: Path
+
+
+def load_run(where: str, config: Config, overrides: Sequence[str], world: World) -> LoadedRun:
+    """The run's own model; its own corpus too, unless this command names data of its own.
+
+    Raises:
+        UserError: no checkpoint there, or it is one of another model or tokenizer than this command asks for.
+    """
+    path = checkpoints.find_checkpoint(where)
+    saved_file = checkpoints.run_of_checkpoint(path) / "config.yaml"
+    if not saved_file.exists():
+        raise UserError(
+            f"checkpoint.load={where}: no config.yaml beside its checkpoints; give a checkpoint inside its run folder"
+        )
+    saved = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved_file)))
+    assert isinstance(saved, Config)
+    names_model = any(override.startswith("model") for override in overrides)
+    names_data = any(override.startswith("data") for override in overrides)
+    chosen = replace(
+        config, model=config.model if names_model else saved.model, data=config.data if names_data else saved.data
+    )
+    corpus = shared_corpus(chosen, world)
+    model = build_model(chosen, corpus)
+    load_weights(model, path, identity(chosen, corpus))
+    return LoadedRun(chosen, corpus, model.eval(), path)
+
+
+def start(config: Config, overrides: Sequence[str], *, command: str, sweep: str | None) -> float | None:
+    """Run a job where it belongs: in this process, or on ranks started for it.
+
+    Args:
+        config: the job's settings.
+        overrides: the words of the command that set them.
+        command: path of run.py, which the ranks run again.
+        sweep: the sweep's folder when this is one job of many, else None.
+
+    Returns:
+        The sweep objective, validation loss, where the task has one.
+    """
+    if sweep is None:
+        result = run_or_launch(config, overrides, command=command, own_process=False)
+    else:
+        run = config.run_folder()
+        with SweepTable(Path(sweep)).job(overrides, run) as record:
+            # A process a job: trackers, generators and memory of one never reach the next.
+            finished = None if config.fresh else run.result()
+            if finished is not None:
+                say(f"{run.path} is finished ({headline(finished)})")
+            result = finished or run_or_launch(config, overrides, command=command, own_process=True)
+            record |= result
+    return result.get("val/loss")
+
+
+def run_or_launch(config: Config, overrides: Sequence[str], *, command: str, own_process: bool) -> Result:
+    """Run the task here, or run this very command again as `cluster.devices` ranks and read the result they leave."""
+    check(config)
+    num_ranks = config.cluster.devices if config.task.name in RANKED_TASKS else 1
+    if is_rank() or (num_ranks == 1 and not own_process):
+        return TASKS[config.task.name](config, overrides)
+    launch_ranks([command, *overrides], num_ranks=num_ranks)
+    result = config.run_folder().result()
+    assert result is not None, "ranks that end well leave a result"
+    return result
+
+
+def check(config: Config) -> None:
+    """What can be known to fail is said before any work starts."""
+    from reprise.training.metrics_file import check_installed
+
+    if config.checkpoint.load is not None:
+        checkpoints.find_checkpoint(config.checkpoint.load)
+    check_installed(config.logger)
+
+
+def own_name(overrides: Sequence[str], default: str) -> str:
+    """The name the user gave, or the default."""
+    names = [override.removeprefix("name=") for override in overrides if override.startswith("name=")]
+    return names[-1] if names else default
+
+
+def common_result(config: Config, started: float) -> Result:
+    return {
+        "task": config.task.name,
+        "seconds": round(time.monotonic() - started, 3),
+        "config_digest": config.digest(),
+        "versions": package_versions(),
+    }
+
+
+def sample_text(model: LanguageModel, corpus: Corpus, config: Config) -> str:
+    """A short text by the model, for a first look."""
+    tokenizer = corpus.tokenizer
+    model.eval()
+    ids = generate_tokens(
+        model, tokenizer.encode(config.prompt), settings=config.generate, eos_id=tokenizer.eos_id, seed=config.seed
+    )
+    return config.prompt + tokenizer.decode(list(ids))
+
+
+def headline(result: Result) -> str:
+    scores = [name for name in ("val/loss", "val/ppl", "test/bpb", "test/ppl", "test/ppl_word") if name in result]
+    return ", ".join(f"{name} {result[name]:.4f}" for name in scores)
+
+
+def banner(config: Config, corpus: Corpus, model: LanguageModel, world: World, run: RunFolder) -> str:
+    """What a run is about to do, in the words people look for."""
+    train = corpus.split("train")
+    steps = config.planned_steps()
+    planned = (
+        "until the clock stops it"
+        if steps is None
+        else f"{steps} steps, {steps * config.tokens_per_step():,} tokens, {steps * config.tokens_per_step() / train.num_tokens:.2f} epochs"
+    )
+    return "\n".join(
+        (
+            f"run         {run.path}",
+            f"model       {model.num_parameters():,} parameters ({model.num_parameters() - corpus.tokenizer.vocab_size * config.model.width:,} outside the embedding), vocabulary {corpus.tokenizer.vocab_size}",
+            f"corpus      {corpus.folder}: {train.num_tokens:,} training tokens",
+            f"batch       {config.data.num_lanes} lanes x {config.data.window} = {config.tokens_per_step():,} tokens a step over {world.size} rank(s), accumulate {config.train.accumulate}",
+            f"plan        {planned}"
+            + (f", at most {config.train.max_minutes:g} minutes" if config.train.max_minutes else ""),
+            f"precision   {config.cluster.precision} on {config.cluster.accelerator}, {torch.get_num_threads()} threads a rank, seed {config.seed}",
+        )
+    )
+
+
+def closing(result: Result, run: RunFolder) -> str:
+    speed = "" if result["perf/tokens_per_s"] is None else f", {result['perf/tokens_per_s']:,.0f} tokens/s"
+    return (
+        f"finished    {headline(result)}\n"
+        f"            {result['progress/tokens']:,} tokens in {result['train_seconds']:.0f} s, step {result['progress/step']}"
+        f"{speed}\n"
+        f"            {run.path / 'result.json'}"
+    )

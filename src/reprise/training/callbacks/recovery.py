@@ -1,0 +1,121 @@
+"""Saving, stopping and being stopped: everything that happens at the border between two steps."""
+
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+
+from reprise.runtime import RunFolder, say
+from reprise.training.budget import Landing
+from reprise.training.checkpoint import CheckpointConfig
+from reprise.training.datamodule import Batch
+from reprise.training.language_module import LanguageModule
+
+# Steps between two agreements of several ranks on clock and signals; one rank needs no agreement and looks every step.
+AGREE_EVERY_STEPS = 5
+
+
+class StopSignal:
+    """Remembers a SIGTERM; what follows from it is decided at the next border between steps, by all ranks together."""
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def install(self) -> None:
+        """Take SIGTERM before Lightning does: its own handler deadlocks when one rank alone is told to stop."""
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+
+class Recovery(lightning.Callback):
+    """Saves by steps and by minutes, ends the run by its budget, and saves and stops on SIGTERM.
+
+    A checkpoint is written where the next step begins, after the validation of the last one, so a resumed run repeats or
+    skips neither. Nothing is saved while an exception unwinds: that would be a collective the other ranks never join.
+    """
+
+    def __init__(self, run: RunFolder, settings: CheckpointConfig, stop_signal: StopSignal) -> None:
+        self.run = run
+        self.settings = settings
+        self.stop_signal = stop_signal
+        self.saved_step: int | None = None
+        self.saved_at_s = time.monotonic()
+        self.save_due = False
+        self.save_seconds = 0.0
+        self.interrupted = False
+
+    def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        assert isinstance(module, LanguageModule)
+        self.saved_step = trainer.global_step
+        self.saved_at_s = time.monotonic()
+        module.budget.start_clock()
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: Batch, batch_index: int
+    ) -> None:
+        if self.save_due and batch_index % trainer.accumulate_grad_batches == 0:
+            self._save(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        module: lightning.LightningModule,
+        outputs: Any,
+        batch: Batch,
+        batch_index: int,
+    ) -> None:
+        assert isinstance(module, LanguageModule)
+        if (batch_index + 1) % trainer.accumulate_grad_batches:
+            return
+        step = trainer.global_step
+        every = self.settings.every_steps
+        self.save_due = self.save_due or (every is not None and step % every == 0)
+        if module.world.size == 1 or step % AGREE_EVERY_STEPS == 0:
+            self._decide(trainer, module, step)
+        elif module.budget.last_step is not None and step >= module.budget.last_step:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
+        assert isinstance(module, LanguageModule)
+        module.budget.stop_clock()
+        if self.saved_step != trainer.global_step or self.save_due:
+            self._save(trainer)
+
+    def _decide(self, trainer: lightning.Trainer, module: LanguageModule, step: int) -> None:
+        """Clock and signals, seen by rank 0 or by any rank, become decisions of all ranks at the same step."""
+        elapsed_s = module.budget.elapsed_s()
+        landing = module.budget.plan_landing(step, elapsed_s) if module.world.rank == 0 else None
+        minutes = self.settings.every_minutes
+        is_time_to_save = minutes is not None and time.monotonic() - self.saved_at_s >= minutes * 60
+        seen = [
+            self.stop_signal.received,
+            module.world.rank == 0 and module.budget.is_over(step, elapsed_s),
+            module.world.rank == 0 and is_time_to_save,
+            0 if landing is None else landing.end_step,
+        ]
+        decided = torch.tensor([int(value) for value in seen], device=module.device)
+        if module.world.size > 1:
+            torch.distributed.all_reduce(decided, op=torch.distributed.ReduceOp.MAX)
+        stop, over, save, end_step = decided.tolist()
+        if end_step:
+            module.budget.landing = Landing(step, end_step)
+            self.run.event("landing", step=step, end_step=end_step)
+            say(f"train.max_minutes will run out first: annealing from step {step}, ending at step {end_step}")
+        self.save_due = self.save_due or bool(save)
+        self.interrupted = bool(stop)
+        if stop or over:
+            trainer.should_stop = True
+
+    def _save(self, trainer: lightning.Trainer) -> None:
+        started = time.monotonic()
+        step = trainer.global_step
+        # The file's name comes from its contents; `AtomicCheckpointIO` takes only the folder from this path.
+        trainer.save_checkpoint(self.run.checkpoints / f"step_{step:08d}")
+        self.saved_step, self.saved_at_s, self.save_due = step, time.monotonic(), False
+        self.save_seconds += self.saved_at_s - started
+        self.run.event("checkpoint", step=step, seconds=round(self.saved_at_s - started, 3))

@@ -1,0 +1,181 @@
+"""The training step of a recurrent language model under Lightning's automatic optimisation.
+
+B this rank's lanes of one accumulation group, T window, D width.
+"""
+
+import time
+from typing import Any
+
+import lightning.pytorch as lightning
+import torch
+from torch import Tensor
+
+from reprise.evaluation.language import Tally
+from reprise.kernels.keyed_random import fold
+from reprise.models import LanguageModel, ModelState
+from reprise.runtime import World
+from reprise.training import recovery_state
+from reprise.training.budget import Budget
+from reprise.training.datamodule import Batch
+from reprise.training.optim import OptimConfig, ScheduleConfig
+
+
+class LaneStates:
+    """Hidden state of this rank's lanes: plain fp32 tensors, no module buffer (DDP would overwrite it with rank 0's)."""
+
+    def __init__(self, lanes: range, state: ModelState) -> None:
+        self.lanes = lanes
+        self._state = state
+
+    def take(self, first_lane: int, num_lanes: int) -> ModelState:
+        """State of `num_lanes` lanes from `first_lane` on."""
+        rows = self._rows(first_lane, num_lanes)
+        return tuple(tuple(tensor[rows] for tensor in layer) for layer in self._state)
+
+    def put(self, first_lane: int, num_lanes: int, state: ModelState) -> None:
+        """Keep what the window left, cut off from its gradient."""
+        rows = self._rows(first_lane, num_lanes)
+        with torch.no_grad():
+            for kept_layer, layer in zip(self._state, state, strict=True):
+                for kept, tensor in zip(kept_layer, layer, strict=True):
+                    kept[rows] = tensor.detach()
+
+    def norms(self) -> list[list[float]]:
+        """Mean L2 norm over lanes of every state tensor, layer by layer: (h, c) or (h,)."""
+        return [[float(tensor.norm(dim=-1).mean()) for tensor in layer] for layer in self._state]
+
+    def _rows(self, first_lane: int, num_lanes: int) -> slice:
+        start = first_lane - self.lanes.start
+        assert start >= 0 and start + num_lanes <= len(self.lanes)
+        return slice(start, start + num_lanes)
+
+
+class LanguageModule(lightning.LightningModule):
+    """Next-token training with carried state.
+
+    Args:
+        model: the language model.
+        optim: optimizer settings.
+        schedule: learning-rate settings.
+        budget: when training ends, which the schedule needs to know.
+        world: this rank.
+        lanes: this rank's training lanes.
+        accumulate: groups of lanes a step.
+        seed: with step and lane it decides every dropout mask.
+        identity: plain settings that a checkpoint must share with the run that loads it.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        optim: OptimConfig,
+        schedule: ScheduleConfig,
+        budget: Budget,
+        world: World,
+        lanes: range,
+        accumulate: int,
+        seed: int,
+        identity: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.optim = optim
+        self.schedule = schedule
+        self.budget = budget
+        self.world = world
+        self.lanes = lanes
+        self.accumulate = accumulate
+        self.seed = seed
+        self.identity = identity
+        self.skipped_steps = 0
+        self.num_resets = 0
+        self.grad_norm = torch.zeros(())
+        self.num_clipped = torch.zeros(())
+        self.batch_started_s = 0.0
+        self.train_tally = Tally()
+        self.eval_tally = Tally()
+        self.eval_state: ModelState | None = None
+        self.train_states: LaneStates | None = None
+        self.loaded_states: list[list[Tensor]] | None = None
+
+    def on_train_batch_start(self, batch: Batch, batch_index: int) -> None:
+        # Lightning calls this after the callbacks' hooks, so saving a checkpoint is not counted as computing.
+        self.batch_started_s = time.perf_counter()
+
+    def training_step(self, batch: Batch, batch_index: int) -> Tensor:
+        assert self.train_states is not None
+        num_lanes = len(batch.tokens_BT)
+        state = self.train_states.take(batch.first_lane, num_lanes)
+        keys_B = self._dropout_keys(batch.step, batch.first_lane, num_lanes)
+        hidden_BTD, state = self.model(batch.tokens_BT, state, batch.reset_BT, keys_B)
+        self.train_states.put(batch.first_lane, num_lanes, state)
+        nll_sum = self.model.loss_sum(hidden_BTD, batch.targets_BT)
+        self.train_tally.add(nll_sum.detach(), batch.num_own_targets)
+        self.num_resets += batch.num_resets
+        # A step's loss is a sum over ranks and groups divided by the step's targets, but DDP takes the mean over ranks and
+        # Lightning over groups.
+        return nll_sum * (self.world.size * self.accumulate / batch.num_targets)
+
+    def _dropout_keys(self, step: int, first_lane: int, num_lanes: int) -> Tensor:
+        """A key a lane from (seed, step, lane), so that a mask is the same on whichever rank the lane is."""
+        seed = torch.tensor([self.seed], device=self.device)
+        return fold(fold(seed, step), torch.arange(first_lane, first_lane + num_lanes, device=self.device))
+
+    def on_fit_start(self) -> None:
+        state = self.model.initial_state(len(self.lanes), self.device)
+        self.train_states = LaneStates(self.lanes, state)
+        if self.loaded_states is not None:
+            recovery_state.put_lane_states(self.train_states, self.loaded_states)
+            self.loaded_states = None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # Lightning refuses to clip for a fused optimizer under a gradient scaler.
+        return self.optim.build(self.model, fused=self.trainer.precision != "16-mixed")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        updates = self.trainer.global_step - self.skipped_steps
+        factor = self.schedule.factor(updates, self.budget.planned_steps, self.budget.landing)
+        for group in optimizer.param_groups:
+            group["lr"] = self.optim.lr * factor
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip by the global L2 norm of the unscaled gradients and keep that norm, which Lightning's own way throws away."""
+        limit = float("inf") if gradient_clip_val is None else float(gradient_clip_val)
+        self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
+        self.num_clipped = self.num_clipped.to(self.grad_norm.device) + (self.grad_norm > limit)
+
+    def on_validation_epoch_start(self) -> None:
+        self._start_evaluation()
+
+    def validation_step(self, batch: Batch, batch_index: int) -> None:
+        self._evaluate(batch)
+
+    def on_test_epoch_start(self) -> None:
+        self._start_evaluation()
+
+    def test_step(self, batch: Batch, batch_index: int) -> None:
+        self._evaluate(batch)
+
+    def _start_evaluation(self) -> None:
+        """Evaluation has a state of its own that starts from zero, so that training goes on as if it had not been."""
+        self.eval_tally = Tally()
+        self.eval_state = None
+
+    def _evaluate(self, batch: Batch) -> None:
+        if self.eval_state is None:
+            self.eval_state = self.model.initial_state(len(batch.tokens_BT), self.device)
+        hidden_BTD, self.eval_state = self.model(batch.tokens_BT, self.eval_state, batch.reset_BT)
+        nll_sum = self.model.loss_sum(hidden_BTD, batch.targets_BT)
+        self.eval_tally.add(nll_sum, batch.num_own_targets)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        recovery_state.add(checkpoint, self)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        recovery_state.restore(checkpoint, self)
