@@ -20,7 +20,7 @@ def main(tree: DictConfig) -> float | None:
     is_sweep = job.mode == RunMode.MULTIRUN
     try:
         return tasks.start(
-            config.load(tree),
+            tree,
             list(job.overrides.task),
             command=os.path.abspath(__file__),
             sweep=job.runtime.output_dir if is_sweep else None,

@@ -4,8 +4,10 @@ Each section's dataclass lives beside its user; here they come together. `load` 
 so that every `__post_init__` has run before any work begins.
 """
 
+import contextlib
 import difflib
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -14,12 +16,22 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from reprise.data.corpora import DataConfig, PrepareConfig
 from reprise.distributed.membership import ClusterConfig
 from reprise.evaluation.language import GenerateConfig
 from reprise.models import ModelConfig
-from reprise.runtime import RunFolder, UserError, World, as_plain, digest_of
+from reprise.runtime import (
+    RunFolder,
+    UserError,
+    World,
+    as_plain,
+    digest_of,
+    environment_text,
+    from_rank_zero,
+    write_atomically,
+)
 from reprise.training.budget import TrainConfig
 from reprise.training.checkpoint import CheckpointConfig
 from reprise.training.metrics_file import LoggerConfig
@@ -184,6 +196,55 @@ def load(tree: DictConfig) -> Config:
     return config
 
 
+@contextlib.contextmanager
+def open_run(config: Config, overrides: Sequence[str], world: World) -> Iterator[RunFolder]:
+    """The run's folder, held by rank 0 alone, with its settings written down; `fresh=true` empties it first."""
+    run = config.run_folder()
+    with contextlib.ExitStack() as stack:
+
+        def take() -> None:
+            stack.enter_context(run.locked())
+            if config.fresh:
+                for entry in run.path.iterdir():
+                    if entry.name != ".lock":
+                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+            if not (run.path / "config.yaml").exists():
+                write_atomically(run.path / "overrides.txt", "\n".join(overrides) + "\n")
+                write_atomically(run.path / "environment.txt", environment_text())
+                write_atomically(run.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
+
+        from_rank_zero(take, world)
+        yield run
+
+
+def load_saved(run: Path) -> Config:
+    """The config that a run was made with.
+
+    Raises:
+        UserError: not a run folder, or one of a version of this project with other settings.
+    """
+    file = run / "config.yaml"
+    if not file.exists():
+        raise UserError(f"{run}: no config.yaml there; give a run folder, or a checkpoint inside one")
+    try:
+        saved = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(file)))
+    except OmegaConfBaseException as error:
+        raise UserError(f"{file}: written by another version of this project ({_one_line(error)})") from error
+    assert isinstance(saved, Config)
+    return saved
+
+
+def names_section(overrides: Sequence[str], section: str) -> bool:
+    """Whether the command itself says something of a section, as `data=ptb`, `data.window=8` or `model/cell=gru` do."""
+    return any(re.match(rf"\+?{section}[=./]", override) for override in overrides)
+
+
+def own_name(overrides: Sequence[str], default: str) -> str:
+    """The name the command gives, or the default."""
+    names = [override.removeprefix("name=") for override in overrides if override.startswith("name=")]
+    return names[-1] if names else default
+
+
 def all_keys(node: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key of the schema."""
     keys = []
@@ -220,6 +281,10 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         options = match[3].partition("Config search path")[0].split()
         wanted = match[1].rpartition("/")[2]
         return f"{match[2]}={wanted}: no such option{_nearest(wanted, options)}; one of {', '.join(options)}"
+    return _one_line(error)
+
+
+def _one_line(error: Exception) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()
 
 

@@ -1,40 +1,37 @@
 """The tasks, wired by hand in reading order."""
 
-import contextlib
-import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import DictConfig
 
-from reprise.config import Config, TaskConfig
+from reprise.config import Config, TaskConfig, load, load_saved, names_section, open_run, own_name
 from reprise.data.prepare import prepare as prepare_corpus
 from reprise.data.shards import Corpus
 from reprise.evaluation import report as reports
 from reprise.evaluation.language import generate as generate_tokens
+from reprise.evaluation.report import headline
 from reprise.evaluation.sweep_table import SweepTable
 from reprise.models import LanguageModel
 from reprise.runtime import (
-    RunFolder,
     UserError,
     World,
     as_plain,
-    environment_text,
     from_rank_zero,
     is_rank,
     join_world,
     launch_ranks,
     package_versions,
     say,
-    write_atomically,
 )
 from reprise.training import checkpoint as checkpoints
 from reprise.training.budget import Budget
+from reprise.training.weights import identity, load_weights, model_identity, read_weights
 
 if TYPE_CHECKING:
     from reprise.training.session import Settings
@@ -65,7 +62,9 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
             return finished
         corpus = shared_corpus(config, world)
         model = build_model(config, corpus)
-        start_weights(model, config, corpus)
+        if config.checkpoint.load is not None:
+            load_weights(model, checkpoints.find_checkpoint(config.checkpoint.load), corpus.tokenizer)
+            say(f"starting from the weights of {config.checkpoint.load}")
         training = session.Session(
             model,
             corpus,
@@ -73,10 +72,10 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
             budget=Budget(config.planned_steps(), config.train.max_minutes),
             run=run,
             world=world,
-            identity=identity(config, corpus),
+            identity=identity(config.model, corpus.tokenizer),
             loggers=loggers.build_loggers(config.logger, run, plain_config=as_plain(config), group=config.name),
         )
-        say(banner(config, corpus, model, world, run))
+        say(training.banner())
         outcome = training.fit()
         scores = training.score("val") | training.score("test")
         result = common_result(config, started) | outcome | scores
@@ -86,7 +85,7 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
             say(f"sample: {sample!r}")
             run.write_result(result | {"sample": sample})
         training.close()
-        say(closing(result, run))
+        say(f"finished    {headline(result)}\n            {run.path / 'result.json'}")
     return result
 
 
@@ -177,27 +176,6 @@ TASKS: dict[str, Callable[[Config, Sequence[str]], Result]] = {
 RANKED_TASKS = ("pretrain", "evaluate")
 
 
-@contextlib.contextmanager
-def open_run(config: Config, overrides: Sequence[str], world: World) -> Iterator[RunFolder]:
-    """The run's folder, held by rank 0 alone, with its settings written down; `fresh=true` empties it first."""
-    run = config.run_folder()
-    with contextlib.ExitStack() as stack:
-
-        def take() -> None:
-            stack.enter_context(run.locked())
-            if config.fresh:
-                for entry in run.path.iterdir():
-                    if entry.name != ".lock":
-                        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
-            if not (run.path / "config.yaml").exists():
-                write_atomically(run.path / "overrides.txt", "\n".join(overrides) + "\n")
-                write_atomically(run.path / "environment.txt", environment_text())
-                write_atomically(run.path / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
-
-        from_rank_zero(take, world)
-        yield run
-
-
 def shared_corpus(config: Config, world: World) -> Corpus:
     """The prepared corpus; rank 0 prepares what is missing while the others wait, then they open what it made."""
     made: list[Corpus] = []
@@ -229,43 +207,6 @@ def build_model(config: Config, corpus: Corpus) -> LanguageModel:
     return config.model.build(vocab_size=corpus.tokenizer.vocab_size)
 
 
-def identity(config: Config, corpus: Corpus) -> dict[str, Any]:
-    """What a checkpoint and a run that loads it must share, by setting. Speed choices are no part of it."""
-    model = {f"model.{key}": value for key, value in as_plain(config.model).items() if key != "cell"}
-    cell = {f"model.cell.{key}": value for key, value in as_plain(config.model.cell).items() if key != "implementation"}
-    without_weights = {"model.dropout", "model.embedding_dropout"}
-    kept = {key: value for key, value in (model | cell).items() if key not in without_weights}
-    return kept | {"vocab_size": corpus.tokenizer.vocab_size, "tokenizer": corpus.tokenizer.fingerprint}
-
-
-def start_weights(model: LanguageModel, config: Config, corpus: Corpus) -> None:
-    """Begin from another run's weights when `checkpoint.load` names one."""
-    if config.checkpoint.load is None:
-        return
-    path = checkpoints.find_checkpoint(config.checkpoint.load)
-    load_weights(model, path, identity(config, corpus))
-    say(f"starting from the weights of {path}")
-
-
-def load_weights(model: LanguageModel, path: Path, expected: dict[str, Any]) -> None:
-    """Fill the model from a checkpoint of the same model and tokenizer.
-
-    Raises:
-        UserError: the file is broken, or belongs to another model.
-    """
-    from reprise.training.recovery_state import KEY, check_identity
-
-    try:
-        contents = checkpoints.load_checkpoint(path)
-        saved = contents[KEY]["identity"]
-    except (checkpoints.BrokenCheckpoint, KeyError, RuntimeError, OSError) as error:
-        raise UserError(f"checkpoint.load={path}: not a whole checkpoint of this project ({error})") from error
-    check_identity(saved, expected, where=f"checkpoint.load={path}")
-    prefix = "model."
-    weights = {name.removeprefix(prefix): value for name, value in contents["state_dict"].items()}
-    model.load_state_dict(weights)
-
-
 @dataclass
 class LoadedRun:
     """A trained run, ready to be asked."""
@@ -277,35 +218,28 @@ class LoadedRun:
 
 
 def load_run(where: str, config: Config, overrides: Sequence[str], world: World) -> LoadedRun:
-    """The run's own model; its own corpus too, unless this command names data of its own.
+    """A run's own model; its own corpus too, unless this command names data of its own.
 
     Raises:
         UserError: no checkpoint there, or it is one of another model or tokenizer than this command asks for.
     """
     path = checkpoints.find_checkpoint(where)
-    saved_file = checkpoints.run_of_checkpoint(path) / "config.yaml"
-    if not saved_file.exists():
-        raise UserError(
-            f"checkpoint.load={where}: no config.yaml beside its checkpoints; give a checkpoint inside its run folder"
-        )
-    saved = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(saved_file)))
-    assert isinstance(saved, Config)
-    names_model = any(override.startswith("model") for override in overrides)
-    names_data = any(override.startswith("data") for override in overrides)
-    chosen = replace(
-        config, model=config.model if names_model else saved.model, data=config.data if names_data else saved.data
-    )
+    saved = load_saved(checkpoints.run_of_checkpoint(path))
+    model_config = config.model if names_section(overrides, "model") else saved.model
+    read_weights(path, model_identity(model_config))
+    data = config.data if names_section(overrides, "data") else saved.data
+    chosen = replace(config, model=model_config, data=data)
     corpus = shared_corpus(chosen, world)
     model = build_model(chosen, corpus)
-    load_weights(model, path, identity(chosen, corpus))
+    load_weights(model, path, corpus.tokenizer)
     return LoadedRun(chosen, corpus, model.eval(), path)
 
 
-def start(config: Config, overrides: Sequence[str], *, command: str, sweep: str | None) -> float | None:
+def start(tree: DictConfig, overrides: Sequence[str], *, command: str, sweep: str | None) -> float | None:
     """Run a job where it belongs: in this process, or on ranks started for it.
 
     Args:
-        config: the job's settings.
+        tree: the job's settings as Hydra composed them.
         overrides: the words of the command that set them.
         command: path of run.py, which the ranks run again.
         sweep: the sweep's folder when this is one job of many, else None.
@@ -314,16 +248,18 @@ def start(config: Config, overrides: Sequence[str], *, command: str, sweep: str 
         The sweep objective, validation loss, where the task has one.
     """
     if sweep is None:
-        result = run_or_launch(config, overrides, command=command, own_process=False)
+        result = run_or_launch(load(tree), overrides, command=command, own_process=False)
     else:
-        run = config.run_folder()
-        with SweepTable(Path(sweep)).job(overrides, run) as record:
-            # A process a job: trackers, generators and memory of one never reach the next.
+        with SweepTable(Path(sweep)).job(overrides) as record:
+            config = load(tree)
+            run = config.run_folder()
+            record["run"] = str(run.path)
             finished = None if config.fresh else run.result()
             if finished is not None:
                 say(f"{run.path} is finished ({headline(finished)})")
+            # A process a job: trackers, generators and memory of one never reach the next.
             result = finished or run_or_launch(config, overrides, command=command, own_process=True)
-            record |= result
+            record.update(result)
     return result.get("val/loss")
 
 
@@ -344,14 +280,10 @@ def check(config: Config) -> None:
     from reprise.training.metrics_file import check_installed
 
     if config.checkpoint.load is not None:
-        checkpoints.find_checkpoint(config.checkpoint.load)
+        path = checkpoints.find_checkpoint(config.checkpoint.load)
+        if config.task.name == "pretrain":
+            read_weights(path, model_identity(config.model))
     check_installed(config.logger)
-
-
-def own_name(overrides: Sequence[str], default: str) -> str:
-    """The name the user gave, or the default."""
-    names = [override.removeprefix("name=") for override in overrides if override.startswith("name=")]
-    return names[-1] if names else default
 
 
 def common_result(config: Config, started: float) -> Result:
@@ -371,40 +303,3 @@ def sample_text(model: LanguageModel, corpus: Corpus, config: Config) -> str:
         model, tokenizer.encode(config.prompt), settings=config.generate, eos_id=tokenizer.eos_id, seed=config.seed
     )
     return config.prompt + tokenizer.decode(list(ids))
-
-
-def headline(result: Result) -> str:
-    scores = [name for name in ("val/loss", "val/ppl", "test/bpb", "test/ppl", "test/ppl_word") if name in result]
-    return ", ".join(f"{name} {result[name]:.4f}" for name in scores)
-
-
-def banner(config: Config, corpus: Corpus, model: LanguageModel, world: World, run: RunFolder) -> str:
-    """What a run is about to do, in the words people look for."""
-    train = corpus.split("train")
-    steps = config.planned_steps()
-    planned = (
-        "until the clock stops it"
-        if steps is None
-        else f"{steps} steps, {steps * config.tokens_per_step():,} tokens, {steps * config.tokens_per_step() / train.num_tokens:.2f} epochs"
-    )
-    return "\n".join(
-        (
-            f"run         {run.path}",
-            f"model       {model.num_parameters():,} parameters ({model.num_parameters() - corpus.tokenizer.vocab_size * config.model.width:,} outside the embedding), vocabulary {corpus.tokenizer.vocab_size}",
-            f"corpus      {corpus.folder}: {train.num_tokens:,} training tokens",
-            f"batch       {config.data.num_lanes} lanes x {config.data.window} = {config.tokens_per_step():,} tokens a step over {world.size} rank(s), accumulate {config.train.accumulate}",
-            f"plan        {planned}"
-            + (f", at most {config.train.max_minutes:g} minutes" if config.train.max_minutes else ""),
-            f"precision   {config.cluster.precision} on {config.cluster.accelerator}, {torch.get_num_threads()} threads a rank, seed {config.seed}",
-        )
-    )
-
-
-def closing(result: Result, run: RunFolder) -> str:
-    speed = "" if result["perf/tokens_per_s"] is None else f", {result['perf/tokens_per_s']:,.0f} tokens/s"
-    return (
-        f"finished    {headline(result)}\n"
-        f"            {result['progress/tokens']:,} tokens in {result['train_seconds']:.0f} s, step {result['progress/step']}"
-        f"{speed}\n"
-        f"            {run.path / 'result.json'}"
-    )

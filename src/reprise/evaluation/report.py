@@ -58,6 +58,12 @@ def find_runs(pattern: str) -> list[RunCurves]:
     return [RunCurves(_label(file.parent), file.parent, read_curves(file)) for file in sorted(files)]
 
 
+def headline(result: dict[str, Any]) -> str:
+    """The scores of a result in one line."""
+    scores = [name for name in ("val/loss", "val/ppl", "test/bpb", "test/ppl", "test/ppl_word") if name in result]
+    return ", ".join(f"{name} {result[name]:.4f}" for name in scores)
+
+
 def write_report(pattern: str, folder: Path) -> list[Path]:
     """Draw every figure and write the numbers behind them.
 

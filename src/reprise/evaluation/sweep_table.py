@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from reprise.runtime import RunFolder, say, write_atomically
+from reprise.runtime import say, write_atomically
 
 # Results a reader compares; a job that has none of one leaves its cell empty.
 COLUMNS = (
@@ -38,24 +38,27 @@ class SweepTable:
             self._jobs = json.loads(self._jobs_file.read_text(encoding="utf-8"))
 
     @contextmanager
-    def job(self, overrides: Sequence[str], run: RunFolder) -> Iterator[dict[str, Any]]:
-        """Around one job: its row says "running", then "finished" with what it put into the yielded result, or "failed".
+    def job(self, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Around one job: its row says "running", then "finished" with what it put into the yielded record, or "failed".
+
+        The record takes the job's result under its metric names, and its folder under "run".
 
         An exception is said at once and passed on; Hydra notes it and goes on to the next job.
         """
         name = " ".join(overrides)
-        row: dict[str, Any] = {"overrides": name, "status": "running", "error": "", "run": str(run.path)}
-        result: dict[str, Any] = {}
+        row: dict[str, Any] = {"overrides": name, "status": "running", "error": "", "run": ""}
+        record: dict[str, Any] = {}
         self._write(name, row)
         try:
-            yield result
+            yield record
         except BaseException as error:
             row |= {"status": "failed", "error": str(error).split("\n")[0] or type(error).__name__}
             say(f"job failed: {name}: {row['error']}")
             raise
         else:
-            row |= {"status": "finished"} | {column: result[column] for column in COLUMNS if column in result}
+            row["status"] = "finished"
         finally:
+            row |= {column: record[column] for column in (*COLUMNS, "run") if column in record}
             self._write(name, row)
             statuses = [job["status"] for job in self._jobs.values()]
             say(f"sweep: {statuses.count('finished')} finished, {statuses.count('failed')} failed; {self.path}")

@@ -21,13 +21,14 @@ from torch.autograd.function import once_differentiable
 from reprise.kernels.products import PackedWeight, product_dtype, state_dtype
 from reprise.kernels.reference import GruWeights, LstmWeights, State
 from reprise.kernels.window import (
+    Drive,
     HiddenGradients,
     HiddenStates,
     Norm,
     Resets,
     bias_gradient,
-    drive,
     input_gradient,
+    squash,
     weight_gradient,
 )
 
@@ -95,15 +96,15 @@ class _Lstm(torch.autograd.Function):
         kept = state_dtype(options.product)
         ctx.options, ctx.resets = options, Resets(reset_BT)
         ctx.dtypes = (x_BTE.dtype, hidden_BD.dtype, cell_BD.dtype, input_GE.dtype)
-        x_TBE, gates_TBG = drive(x_BTE, input_GE, bias_G, options.product)
+        drive = Drive(x_BTE, input_GE, bias_G, options.product)
         weight = PackedWeight(recurrent_GD, options.product, num_rows=x_BTE.shape[0])
         norm = Norm(norm_scale_D, norm_shift_D).to(kept)
         hidden = HiddenStates(hidden_BD.to(kept), norm, num_steps=x_BTE.shape[1], product=options.product)
         cells_PBD = torch.empty((x_BTE.shape[1] + 1, *cell_BD.shape), dtype=kept, device=x_BTE.device)
         cells_PBD[0].copy_(cell_BD)
         squashed_TBD = torch.empty_like(hidden.updates_TBD)
-        _lstm_forward(gates_TBG, weight, hidden, cells_PBD, squashed_TBD, resets=ctx.resets, options=options)
-        saved = (x_TBE, gates_TBG, cells_PBD, squashed_TBD, hidden.outputs_PBD, hidden.updates_TBD)
+        _lstm_forward(drive, weight, hidden, cells_PBD, squashed_TBD, resets=ctx.resets, options=options)
+        saved = (drive.x_TBE, drive.gates_TBG, cells_PBD, squashed_TBD, hidden.outputs_PBD, hidden.updates_TBD)
         ctx.save_for_backward(*saved, hidden.statistics(), input_GE, recurrent_GD, norm_scale_D, norm_shift_D)
         return hidden.outputs_PBD[1:].transpose(0, 1), hidden.last_BD.clone(), cells_PBD[-1].clone()
 
@@ -153,7 +154,7 @@ class _Lstm(torch.autograd.Function):
 
 
 def _lstm_forward(
-    gates_TBG: Tensor,
+    drive: Drive,
     weight: PackedWeight,
     hidden: HiddenStates,
     cells_PBD: Tensor,
@@ -162,8 +163,8 @@ def _lstm_forward(
     resets: Resets,
     options: _Options,
 ) -> None:
-    """All steps of one window. `gates` holds the drive and is overwritten by the gates' values."""
-    width = cells_PBD.shape[-1]
+    """All steps of one window. The drive is overwritten by the gates' values."""
+    gates_TBG, width = drive.gates_TBG, cells_PBD.shape[-1]
     blocks = [block.unbind(0) for block in gates_TBG.chunk(gates_TBG.shape[-1] // width, dim=-1)]
     outputs, forgets, inputs, candidates = blocks[0], blocks[1], blocks[-2], blocks[-1]
     sigmoids = gates_TBG[..., :-width].unbind(0)
@@ -174,14 +175,15 @@ def _lstm_forward(
     for t in range(len(gates)):
         if t in resets.steps:
             hidden_BD, read_BD, cell_BD = (resets.cleared(part, t) for part in (hidden_BD, read_BD, cell_BD))
+        drive.prepare(t)
         gates[t].add_(weight.times(read_BD))
         sigmoids[t].sigmoid_()
-        candidates[t].tanh_()
+        squash(candidates[t], out=candidates[t])
         if options.coupled_gates:
             cell_BD = torch.lerp(candidates[t], cell_BD, forgets[t], out=cells[t + 1])
         else:
             cell_BD = torch.mul(forgets[t], cell_BD, out=cells[t + 1]).addcmul_(inputs[t], candidates[t])
-        torch.tanh(cell_BD, out=squashed[t])
+        squash(cell_BD, out=squashed[t])
         if options.temporal_residual:
             torch.addcmul(hidden_BD, outputs[t], squashed[t], out=updates[t])
         else:
@@ -240,14 +242,14 @@ class _Gru(torch.autograd.Function):
         kept = state_dtype(options.product)
         ctx.options, ctx.resets = options, Resets(reset_BT)
         ctx.dtypes = (x_BTE.dtype, hidden_BD.dtype, input_GE.dtype)
-        x_TBE, gates_TBG = drive(x_BTE, input_GE, bias_G, options.product)
+        drive = Drive(x_BTE, input_GE, bias_G, options.product)
         weight = PackedWeight(recurrent_GD, options.product, num_rows=x_BTE.shape[0])
         norm = Norm(norm_scale_D, norm_shift_D).to(kept)
         hidden = HiddenStates(hidden_BD.to(kept), norm, num_steps=x_BTE.shape[1], product=options.product)
         recalled_TBD = _gru_forward(
-            gates_TBG, weight, hidden, candidate_bias_D.to(kept), resets=ctx.resets, options=options
+            drive, weight, hidden, candidate_bias_D.to(kept), resets=ctx.resets, options=options
         )
-        saved = (x_TBE, gates_TBG, recalled_TBD, hidden.outputs_PBD, hidden.updates_TBD)
+        saved = (drive.x_TBE, drive.gates_TBG, recalled_TBD, hidden.outputs_PBD, hidden.updates_TBD)
         ctx.save_for_backward(*saved, hidden.statistics(), input_GE, recurrent_GD, norm_scale_D, norm_shift_D)
         return hidden.outputs_PBD[1:].transpose(0, 1), hidden.last_BD.clone()
 
@@ -291,7 +293,7 @@ class _Gru(torch.autograd.Function):
 
 
 def _gru_forward(
-    gates_TBG: Tensor,
+    drive: Drive,
     weight: PackedWeight,
     hidden: HiddenStates,
     candidate_bias_D: Tensor,
@@ -299,11 +301,11 @@ def _gru_forward(
     resets: Resets,
     options: _Options,
 ) -> Tensor:
-    """All steps of one window. `gates` holds the drive and is overwritten by the gates' values.
+    """All steps of one window. The drive is overwritten by the gates' values.
 
     Returns what the reset gate multiplied, [T, B, D].
     """
-    width = candidate_bias_D.shape[0]
+    gates_TBG, width = drive.gates_TBG, candidate_bias_D.shape[0]
     recalled_TBD = torch.empty_like(hidden.updates_TBD)
     resetting, keeping, candidates = (block.unbind(0) for block in gates_TBG.chunk(3, dim=-1))
     sigmoids = gates_TBG[..., :-width].unbind(0)
@@ -312,10 +314,11 @@ def _gru_forward(
     for t in range(len(updates)):
         if t in resets.steps:
             hidden_BD, read_BD = resets.cleared(hidden_BD, t), resets.cleared(read_BD, t)
+        drive.prepare(t)
         sigmoid_share_BS, candidate_share_BD = weight.times(read_BD).split_with_sizes((2 * width, width), dim=-1)
         sigmoids[t].add_(sigmoid_share_BS).sigmoid_()
         torch.add(candidate_bias_D, candidate_share_BD, out=recalled[t])
-        candidates[t].addcmul_(resetting[t], recalled[t]).tanh_()
+        squash(candidates[t].addcmul_(resetting[t], recalled[t]), out=candidates[t])
         if options.temporal_residual:
             torch.addcmul(candidates[t], keeping[t], candidates[t], value=-1.0, out=updates[t]).add_(hidden_BD)
         else:

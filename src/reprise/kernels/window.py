@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from reprise.kernels.products import state_dtype
+from reprise.kernels.products import PackedWeight, state_dtype
 from reprise.kernels.reference import NORM_EPSILON
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
+
+# Rows (steps times rows of the batch) whose drive is computed at once: enough for a product to run at full speed.
+_AHEAD_ROWS = 256
 
 
 class Resets:
@@ -89,7 +92,7 @@ class HiddenGradients:
     def __init__(self, grad_y_BTD: Tensor, updates_TBD: Tensor, norm: Norm, statistics_2TB1: Tensor | None) -> None:
         self._norm = norm
         self._shape = updates_TBD.shape[-1:]
-        self._grad_y = grad_y_BTD.transpose(0, 1).to(updates_TBD.dtype).unbind(0)
+        self._grad_y = grad_y_BTD.transpose(0, 1).unbind(0)
         self._updates_TBD = updates_TBD
         self._updates = updates_TBD.unbind(0)
         self._statistics_2TB1 = statistics_2TB1
@@ -133,25 +136,47 @@ class HiddenGradients:
         return grad_scale_D, grad_shift_D
 
 
-def drive(x_BTE: Tensor, input_GE: Tensor, bias_G: Tensor, product: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The input's share of all gates, one product for the whole window.
+class Drive:
+    """The input's share of all gates, computed a few steps ahead of the loop so that it is still in cache when used.
 
-    Returns the time-major input [T, B, E] in the products' format and the drive [T, B, G] in the kept format.
+    `gates_TBG` is in the kept format. After `prepare(t)` its row t holds the drive, for the caller to overwrite.
     """
-    x_TBE = x_BTE.transpose(0, 1).to(product).contiguous()
-    x_NE = x_TBE.flatten(0, 1)
-    bias_G = bias_G.to(state_dtype(product))
-    if bias_G.dtype == product:
-        drive_NG = torch.addmm(bias_G, x_NE, input_GE.to(product).t())
-    else:
-        drive_NG = torch.mm(x_NE, input_GE.to(product).t()).to(bias_G.dtype).add_(bias_G)
-    return x_TBE, drive_NG.view(*x_TBE.shape[:2], -1)
+
+    def __init__(self, x_BTE: Tensor, input_GE: Tensor, bias_G: Tensor, product: torch.dtype) -> None:
+        self.x_TBE = x_BTE.transpose(0, 1).to(product).contiguous()
+        num_steps, num_rows, _ = self.x_TBE.shape
+        kept = state_dtype(product)
+        self.gates_TBG = x_BTE.new_empty((num_steps, num_rows, input_GE.shape[0]), dtype=kept)
+        self._bias_G = bias_G.to(kept)
+        self._num_ahead = max(1, _AHEAD_ROWS // num_rows)
+        self._weight = PackedWeight(input_GE, product, num_rows=self._num_ahead * num_rows)
+
+    def prepare(self, t: int) -> None:
+        """Make row t hold the drive; steps are asked for in order from 0."""
+        if t % self._num_ahead == 0:
+            ahead = slice(t, t + self._num_ahead)
+            shares_NG = self._weight.times(self.x_TBE[ahead].flatten(0, 1))
+            gates_KBG = self.gates_TBG[ahead]
+            gates_KBG.copy_(shares_NG.view(gates_KBG.shape)).add_(self._bias_G)
+
+
+def squash(x: Tensor, out: Tensor) -> Tensor:
+    """tanh(x) into `out`, which may be `x` itself.
+
+    On CPU torch's tanh takes five times as long as its sigmoid, so tanh(x) = 2 sigmoid(2 x) - 1 is taken: the same to
+    one part in 10^7 of the largest value, which is 1.
+    """
+    if x.is_cpu:
+        return torch.mul(x, 2.0, out=out).sigmoid_().mul_(2.0).sub_(1.0)
+    return torch.tanh(x, out=out)
 
 
 def input_gradient(grad_gates_TBG: Tensor, input_GE: Tensor, dtype: torch.dtype) -> Tensor:
     """Gradient of x [B, T, E], one product for the whole window."""
-    grad_x_NE = torch.mm(grad_gates_TBG.flatten(0, 1), input_GE.to(grad_gates_TBG.dtype))
-    return grad_x_NE.view(*grad_gates_TBG.shape[:2], -1).transpose(0, 1).to(dtype)
+    num_steps, num_rows, _ = grad_gates_TBG.shape
+    weight = PackedWeight(input_GE.t(), grad_gates_TBG.dtype, num_rows=num_steps * num_rows)
+    grad_x_NE = weight.times(grad_gates_TBG.flatten(0, 1))
+    return grad_x_NE.view(num_steps, num_rows, -1).transpose(0, 1).to(dtype)
 
 
 def weight_gradient(grad_gates_TBG: Tensor, read_TBK: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,5 +185,6 @@ def weight_gradient(grad_gates_TBG: Tensor, read_TBK: Tensor, dtype: torch.dtype
 
 
 def bias_gradient(grad_gates_TBG: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradient [G] of a bias, summed in the kept format."""
-    return grad_gates_TBG.sum(dim=(0, 1), dtype=state_dtype(grad_gates_TBG.dtype)).to(dtype)
+    """Gradient [G] of a bias. A product with ones, which sums in fp32: a plain sum would first copy all to fp32."""
+    grad_gates_NG = grad_gates_TBG.flatten(0, 1)
+    return torch.mm(grad_gates_NG.new_ones(1, grad_gates_NG.shape[0]), grad_gates_NG)[0].to(dtype)

@@ -111,6 +111,28 @@ class Session:
             callbacks=callbacks,
         )
 
+    def banner(self) -> str:
+        """What the run is about to do, in the words people look for."""
+        settings, model, corpus = self.settings, self.module.model, self.datamodule.corpus
+        parameters, tokens = model.num_parameters(), corpus.split("train").num_tokens
+        step_tokens, steps = settings.data.num_lanes * settings.data.window, self.budget.planned_steps
+        plan = "until the clock stops it"
+        if steps is not None:
+            plan = f"{steps} steps, {steps * step_tokens:,} tokens, {steps * step_tokens / tokens:.2f} epochs"
+        if self.budget.max_seconds is not None:
+            plan += f", at most {self.budget.max_seconds / 60:g} minutes"
+        lines = {
+            "run": str(self.run.path),
+            "model": f"{parameters:,} parameters, {parameters - model.embedding.weight.numel():,} without the embedding",
+            "corpus": f"{corpus.folder.name}: {tokens:,} training tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
+            "batch": f"{settings.data.num_lanes} lanes x {settings.data.window} = {step_tokens:,} tokens a step,"
+            f" {self.world.size} rank(s) x {settings.train.accumulate} group(s)",
+            "plan": plan,
+            "device": f"{self.precision} on {settings.cluster.accelerator}, {torch.get_num_threads()} threads a rank",
+            "seed": str(settings.seed),
+        }
+        return "\n".join(f"{name:<11} {text}" for name, text in lines.items())
+
     def fit(self) -> dict[str, Any]:
         """Train from the newest whole checkpoint, or from the start, to the end of the budget.
 

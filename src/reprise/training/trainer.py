@@ -114,7 +114,6 @@ def _strategy(cluster: ClusterConfig, world: World) -> Strategy | str:
         timeout=timedelta(seconds=cluster.timeout_s),
         find_unused_parameters=False,
         gradient_as_bucket_view=True,
-        broadcast_buffers=False,
     )
 
 

@@ -91,7 +91,7 @@ class ThroughputMonitor(lightning.Callback):
         )
         log_everywhere(trainer, progress_metrics(trainer, module, datamodule) | self.last_scores)
         scores = " | ".join(f"{name} {value:.4f}" for name, value in self.last_scores.items())
-        say(f"step {trainer.global_step} | {scores}")
+        say(f"step {trainer.global_step} | {scores}" if module.train_states is not None else scores)
         self._batch_ended_s = time.perf_counter()
 
     def _window_metrics(self, trainer: lightning.Trainer, module: LanguageModule) -> dict[str, float]:
