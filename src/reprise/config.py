@@ -93,6 +93,10 @@ class TaskConfig:
 
     name: str = "pretrain"
 
+    def __post_init__(self) -> None:
+        if self.name not in _UNUSED_BY_TASK:
+            raise UserError(f"task.name={self.name}: one of {', '.join(_UNUSED_BY_TASK)}")
+
 
 @dataclass
 class PathsConfig:
@@ -270,6 +274,11 @@ def unknown_key(key: str) -> str:
 def explain(error: Exception, overrides: Sequence[str]) -> str:
     """One line for an error Hydra or OmegaConf found while composing: the key, what is wrong, the nearest key."""
     text = " ".join(str(part) for part in (error, error.__cause__) if part is not None)
+    # First, since some groups are no keys of the schema.
+    if match := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\s*(.*)", str(error), re.DOTALL):
+        options = match[3].partition("Config search path")[0].split()
+        wanted = match[1].rpartition("/")[2]
+        return f"{match[2]}={wanted}: no such option{_nearest(wanted, options)}; one of {', '.join(options)}"
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         if key not in all_keys() and "/" not in key and not key.startswith("hydra.") and key in text:
@@ -277,10 +286,9 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         if "could not be converted" in text and key in text:
             expected = re.search(r"converted to (\w+)", text)
             return f"{key}={value}: not of the right type{f', {expected[1]} expected' if expected else ''}"
-    if match := re.search(r"Could not find '([^']+)'\s+Available options in '([^']+)':\s*(.*)", str(error), re.DOTALL):
-        options = match[3].partition("Config search path")[0].split()
-        wanted = match[1].rpartition("/")[2]
-        return f"{match[2]}={wanted}: no such option{_nearest(wanted, options)}; one of {', '.join(options)}"
+    if str(error).startswith("Error merging override ") and error.__cause__ is not None:
+        reason = str(error.__cause__).splitlines()[0]
+        return f"{str(error).removeprefix('Error merging override ')}: {reason}"
     return _one_line(error)
 
 
@@ -289,9 +297,11 @@ def _one_line(error: Exception) -> str:
 
 
 def _nearest(word: str, words: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    # The section may have been left out.
+    close = [name for name in words if name.rpartition(".")[2] == word][:1]
+    close = close or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     if not close:
-        # The section may be right and the last part far off, or the section left out.
+        # The section may be right and the last part far off.
         leaves = {name.rpartition(".")[2]: name for name in words}
         close = [
             leaves[leaf] for leaf in difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.5)

@@ -196,7 +196,9 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
 
     Raises:
         RanksFailed: a rank ended with a non-zero exit code; the other ranks have been ended too.
+        SystemExit: this process was told to stop, has told its ranks, and they have ended.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -224,6 +226,8 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RanksFailed(rank, failure.exitcode) from None
+    except SignalException as stopped:
+        raise SystemExit(128 + stopped.sigval) from None
     finally:
         for key, value in saved.items():
             if value is None:

@@ -266,7 +266,14 @@ def start(tree: DictConfig, overrides: Sequence[str], *, command: str, sweep: st
 def run_or_launch(config: Config, overrides: Sequence[str], *, command: str, own_process: bool) -> Result:
     """Run the task here, or run this very command again as `cluster.devices` ranks and read the result they leave."""
     check(config)
-    num_ranks = config.cluster.devices if config.task.name in RANKED_TASKS else 1
+    is_ranked = config.task.name in RANKED_TASKS
+    if World.from_environment().rank != 0 and not is_ranked:
+        return {}
+    num_ranks = config.cluster.devices if is_ranked else 1
+    if num_ranks > 1 and config.cluster.nodes > 1 and not is_rank():
+        raise UserError(
+            f"cluster.nodes={config.cluster.nodes}: start it on every node by torchrun --nnodes {config.cluster.nodes} run.py ..."
+        )
     if is_rank() or (num_ranks == 1 and not own_process):
         return TASKS[config.task.name](config, overrides)
     launch_ranks([command, *overrides], num_ranks=num_ranks)

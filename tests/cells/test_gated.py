@@ -1,4 +1,4 @@
-"""What every cell promises, whatever kind, switches and implementation; a new entry of CELLS is tested with no line added."""
+"""What every cell promises, whatever kind, switches and implementation; a new entry of CELLS is tested as well."""
 
 from itertools import product
 

@@ -102,6 +102,7 @@ def test_what_stands_before_a_reset_changes_no_bit_after_it(kernels: ModuleType,
 def test_backward_can_be_taken_twice() -> None:
     case = CellCase("lstm", True, True, True)
     x_BTE, state, weights = make_inputs(case, torch.float32)
+    assert isinstance(weights, reference.LstmWeights)
     y_BTD, _ = eager.lstm(x_BTE, state, None, weights, **case.arguments())
     first = torch.autograd.grad(y_BTD.sum(), weights.input_GE, retain_graph=True)[0]
     second = torch.autograd.grad(y_BTD.sum(), weights.input_GE)[0]

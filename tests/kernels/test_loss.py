@@ -22,10 +22,11 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_every_chunk_size_equals_all_logits(dtype: torch.dtype, chunk_tokens: int | None) -> None:
-    *leaves, targets_N = _inputs(dtype)
+    hidden_ND, weight_VD, bias_V, targets_N = _inputs(dtype)
+    leaves = (hidden_ND, weight_VD, bias_V)
     results = []
     for kernel in (loss.linear_cross_entropy, reference.linear_cross_entropy):
-        total = kernel(*leaves, targets_N, chunk_tokens=chunk_tokens)
+        total = kernel(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=chunk_tokens)
         gradients = torch.autograd.grad(3.0 * total, leaves)
         results.append((total.detach(), *gradients))
     for value, expected in zip(*results, strict=True):
@@ -45,7 +46,7 @@ def test_autocast_keeps_softmax_and_sum_in_fp32() -> None:
     expected = reference.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N)
     with torch.autocast("cpu", torch.bfloat16):
         total = loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
-    total.backward()
+    torch.autograd.backward(total)
     assert total.dtype == torch.float32
     assert weight_VD.grad is not None and weight_VD.grad.dtype == torch.float32
     assert relative_rms(total.detach(), expected.detach()) <= BOUNDS[torch.bfloat16]
@@ -54,7 +55,7 @@ def test_autocast_keeps_softmax_and_sum_in_fp32() -> None:
 def test_nothing_to_predict_costs_nothing() -> None:
     hidden_ND, weight_VD, bias_V, targets_N = _inputs(torch.float32)
     total = loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, torch.full_like(targets_N, reference.IGNORE))
-    total.backward()
+    torch.autograd.backward(total)
     assert total.item() == 0.0
     assert hidden_ND.grad is not None and not hidden_ND.grad.any()
 

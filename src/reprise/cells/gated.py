@@ -22,7 +22,7 @@ RECURRENCES = ("full",)
 
 @dataclass
 class CellConfig:
-    """What recurs. Every combination of the switches is a cell, except coupled gates in a GRU, whose gate is coupled."""
+    """What recurs. Every combination of the switches is a cell, but a GRU has no coupled gates to switch on."""
 
     kind: str = "lstm"
     # Input gate 1 - f: three quarters of the weights and products.

@@ -12,13 +12,13 @@ class ClusterConfig:
     accelerator: str = "cpu"
     devices: int = 1
     nodes: int = 1
-    precision: str = "32-true"
+    precision: str = "auto"
     strategy: str = "ddp"
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _one_of("cluster.accelerator", self.accelerator, ("cpu", "gpu"))
-        _one_of("cluster.precision", self.precision, ("32-true", "bf16-mixed", "16-mixed"))
+        _one_of("cluster.precision", self.precision, ("auto", "32-true", "bf16-mixed", "16-mixed"))
         _one_of("cluster.strategy", self.strategy, ("ddp",))
         for key in ("devices", "nodes"):
             if getattr(self, key) < 1:

@@ -40,7 +40,8 @@ def pick(name: str, device: str, dtype: torch.dtype, implementation: str, *, swi
         raise UserError(f"implementation={chosen}: has no {name}; allowed: auto, {', '.join(available)}")
     if chosen == "library" and switches:
         raise UserError(
-            f"implementation=library: the library's {name} has no {', '.join(switches)}; allowed: auto, eager, reference"
+            f"implementation=library: the library's {name} has no {', '.join(switches)}; "
+            "allowed: auto, eager, reference"
         )
     if chosen == "library" and device == "cpu" and dtype == torch.float16:
         raise UserError(

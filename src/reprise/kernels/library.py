@@ -27,7 +27,7 @@ def lstm(
     coupled_gates: bool,
     temporal_residual: bool,
 ) -> tuple[Tensor, State]:
-    """torch.lstm; shapes as in `reference.lstm`. With bf16 products the cell state is rounded to bf16 at window ends."""
+    """torch.lstm; shapes as in `reference.lstm`. In bf16 it hands back a cell state rounded to bf16."""
     assert not (coupled_gates or temporal_residual or weights.norm_scale_D is not None), "the library has no switches"
     product = product_dtype(weights.recurrent_GD)
     weight_list = _library_weights(weights, product, order=_LSTM_ORDER, hidden_bias_G=None)

@@ -39,8 +39,8 @@ def mixed_linear(x: Tensor, weight_NK: Tensor, product: torch.dtype) -> Tensor:
 class PackedWeight:
     """A weight [N, K] that multiplies the rows of one time step after another: laid out once, used T times.
 
-    On CPU oneDNN otherwise re-orders the weight inside every call, which at 32 rows costs 1.2x (bf16) to 1.8x (fp32) the
-    time of the product itself. Elsewhere a plain product is taken.
+    On CPU a plain product re-orders the weight inside every call: at 32 rows it then takes 1.2 (bf16) to 1.8 (fp32)
+    times as long. Elsewhere a plain product is taken.
     """
 
     def __init__(self, weight_NK: Tensor, product: torch.dtype, *, num_rows: int) -> None:

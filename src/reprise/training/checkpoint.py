@@ -4,6 +4,7 @@ A checkpoint's name holds its step and the digest of its bytes, `step_00001200-3
 and a torn or tampered file is told from a whole one by reading it.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -63,7 +64,7 @@ def list_checkpoints(folder: Path) -> list[CheckpointFile]:
 
 
 def save_checkpoint(contents: dict[str, Any], folder: Path, *, step: int, keep_latest: int) -> Path:
-    """Write beside the target, fsync, rename; then delete all but the `keep_latest` newest.
+    """Write beside the target, fsync, rename; then delete all but the `keep_latest` newest up to this step.
 
     Raises:
         OSError: the disk is full or not writable; the checkpoints that were there are untouched.
@@ -79,15 +80,22 @@ def save_checkpoint(contents: dict[str, Any], folder: Path, *, step: int, keep_l
             os.fsync(file.fileno())
         path = folder / f"step_{step:08d}-{_digest_of_file(temporary)}.ckpt"
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         temporary.unlink(missing_ok=True)
         free_mib = shutil.disk_usage(folder).free / 2**20
+        # A full disk comes out of torch's zip writer as a RuntimeError about a position.
+        number = error.errno if isinstance(error, OSError) else errno.EIO
+        reason = str(error).splitlines()[0]
         raise OSError(
-            error.errno, f"checkpoint of step {step} not saved, {free_mib:.0f} MiB free: {error}", str(folder)
+            number, f"checkpoint of step {step} not saved, {free_mib:.0f} MiB free: {reason}", str(folder)
         ) from error
     sync_folder(folder)
-    for old in list_checkpoints(folder)[keep_latest:]:
-        old.path.unlink(missing_ok=True)
+    # A file of this step or a later one was found broken, or the run would not be here: it must not outlive a whole one.
+    others = [file for file in list_checkpoints(folder) if file.path != path]
+    earlier = [file for file in others if file.step < step]
+    for file in others:
+        if file not in earlier[: keep_latest - 1]:
+            file.path.unlink(missing_ok=True)
     return path
 
 
@@ -104,12 +112,19 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     """Read a checkpoint on the CPU, plain data and tensors only.
 
     Raises:
-        BrokenCheckpoint: the digest in the name is not that of the bytes.
+        BrokenCheckpoint: the digest in the name is not that of the bytes, or they are no checkpoint.
     """
     match = _NAME.fullmatch(path.name)
     if match and _digest_of_file(path) != match[2]:
         raise BrokenCheckpoint(f"{path}: the bytes are not those that were saved")
-    contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        contents: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        # Of a file that is no checkpoint, torch's reader may raise anything.
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise BrokenCheckpoint(f"{path}: no checkpoint ({reason})") from error
     return contents
 
 

@@ -142,7 +142,6 @@ class Session:
         Raises:
             SystemExit: SIGTERM came; a checkpoint was saved and the same command resumes.
         """
-        self.stop_signal.install()
         newest = from_rank_zero(lambda: newest_whole_checkpoint(self.run.checkpoints), self.world)
         self.run.event("start", ranks=self.world.size, step=0 if newest is None else newest.step)
         if newest is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as lightning
+import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
@@ -52,13 +53,22 @@ class AtomicCheckpointIO(CheckpointIO):
 
 
 def effective_precision(cluster: ClusterConfig) -> str:
-    """The precision really used: where the device cannot do what was asked, one line says what is done instead."""
+    """The precision really used: `auto` looks at the device, and what the device cannot do is said and replaced."""
+    if cluster.precision == "auto":
+        if cluster.accelerator == "gpu":
+            return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "16-mixed"
+        return "bf16-mixed" if _cpu_multiplies_bf16() else "32-true"
     if cluster.accelerator == "cpu" and cluster.precision == "16-mixed":
         say(
             "cluster.precision=16-mixed: a CPU has no fp16 training in Lightning; this run uses bf16-mixed, without loss scaling"
         )
         return "bf16-mixed"
     return cluster.precision
+
+
+def _cpu_multiplies_bf16() -> bool:
+    """Whether bf16 products are instructions here; elsewhere they are emulated, and slower than fp32 ones."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def build_trainer(
@@ -118,8 +128,6 @@ def _strategy(cluster: ClusterConfig, world: World) -> Strategy | str:
 
 
 def _check_gpus(world: World) -> None:
-    import torch
-
     found = torch.cuda.device_count()
     if found < world.local_size:
         raise UserError(

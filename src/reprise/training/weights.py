@@ -41,7 +41,7 @@ def read_weights(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
     try:
         contents = load_checkpoint(path)
         saved = contents[KEY]["identity"]
-    except (BrokenCheckpoint, KeyError, RuntimeError, OSError) as error:
+    except (BrokenCheckpoint, KeyError, TypeError, OSError) as error:
         raise UserError(f"checkpoint.load={path}: not a whole checkpoint of this project ({error})") from error
     check_identity(saved, expected, where=f"checkpoint.load={path}")
     return {name.removeprefix("model."): value for name, value in contents["state_dict"].items()}

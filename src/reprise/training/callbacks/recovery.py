@@ -25,7 +25,7 @@ class StopSignal:
         self.received = False
 
     def install(self) -> None:
-        """Take SIGTERM before Lightning does: its own handler deadlocks when one rank alone is told to stop."""
+        """Take SIGTERM from Lightning, whose own handler runs a collective: a rank that is told alone waits for ever."""
         signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -51,6 +51,8 @@ class Recovery(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, LanguageModule)
+        # Lightning put its handlers in place when the fit began, so ours go in now.
+        self.stop_signal.install()
         self.saved_step = trainer.global_step
         self.saved_at_s = time.monotonic()
         module.budget.start_clock()

@@ -1,0 +1,254 @@
+"""Every file under conf/ composes; a mistake is one clear line with the key; a digest is that of what can change a result."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from reprise import config, tasks
+from reprise.config import Config
+from reprise.runtime import UserError, World
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONF = REPOSITORY / "conf"
+# What a command has to give beside the option itself.
+NEEDED = {"data=ptb": ("data.path=somewhere",), "data=files": ("data.source=somewhere.txt",)}
+
+# Keys that commands, sweeps and records rely on.
+FIXED_KEYS = """
+    seed name fresh paths.root prompt runs
+    train.max_steps train.max_tokens train.max_minutes train.accumulate train.clip_norm train.log_every_steps
+    train.validate_every_steps data.path data.source data.num_lanes data.window data.vocab_size model.num_layers
+    model.width model.dropout model.tie_embeddings model.cell.coupled_gates model.cell.layer_norm
+    model.cell.temporal_residual model.cell.recurrence model.cell.implementation optim.lr optim.weight_decay
+    schedule.warmup_steps schedule.final_lr_fraction cluster.devices cluster.nodes cluster.precision cluster.strategy
+    checkpoint.load checkpoint.every_steps checkpoint.every_minutes checkpoint.keep_latest prepare.on_corrupt
+""".split()
+
+
+@pytest.fixture(autouse=True)
+def _composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    config.register_schema()
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        yield
+
+
+def settings(*words: str) -> Config:
+    return config.load(compose("config", list(words)))
+
+
+def told(*words: str) -> str:
+    """What `python run.py <words>` says before any work: the one line of the mistake, or nothing."""
+    try:
+        tasks.check(settings(*words))
+    except UserError as error:
+        return str(error)
+    except (HydraException, OmegaConfBaseException) as error:
+        return config.explain(error, words)
+    return ""
+
+
+def options() -> list[str]:
+    files = [file.relative_to(CONF) for file in sorted(CONF.rglob("*.yaml"))]
+    return [f"{file.parent}={file.stem}" for file in files if file.parent != Path(".")]
+
+
+@pytest.mark.parametrize("option", options())
+def test_every_option_composes_and_passes_its_checks(option: str) -> None:
+    loaded = settings(option, *NEEDED.get(option, ()), *(("data.path=x",) if "ptb" in option else ()))
+    assert isinstance(loaded, Config)
+    assert loaded.digest()
+
+
+def test_config_yaml_holds_the_defaults_list_and_nothing_else() -> None:
+    lines = (CONF / "config.yaml").read_text().splitlines()
+    assert lines[0] == "defaults:" and all(line.startswith("  ") for line in lines[1:] if line)
+
+
+@pytest.mark.parametrize("key", FIXED_KEYS)
+def test_fixed_keys_are_there(key: str) -> None:
+    assert key in config.all_keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("optim.lrr=1", "optim.lrr: no such key; did you mean optim.lr?"),
+        ("+optim.lrr=1", "optim.lrr: no such key; did you mean optim.lr?"),
+        ("++optim.lrr=1", "optim.lrr: no such key; did you mean optim.lr?"),
+        ("trian.max_steps=3", "trian.max_steps: no such key; did you mean train.max_steps?"),
+        ("lr=3", "lr: no such key; did you mean optim.lr?"),
+        ("+model.cell.coupled_gate=true", "model.cell.coupled_gate: no such key; did you mean model.cell.coupled_gates?"),
+        ("optim.lr=abc", "optim.lr=abc: not of the right type, Float expected"),
+        ("model.width=1.5", "model.width=1.5: not of the right type, Integer expected"),
+        ("data.num_lanes=null", "data.num_lanes=null: "),
+        ("fresh=maybe", "fresh=maybe: "),
+        ("optim.betas=[a,b]", "optim.betas=[a,b]: not of the right type, Float expected"),
+        ("model/cell=lstmm", "model/cell=lstmm: no such option; did you mean lstm?"),
+        ("data=sotuu", "data=sotuu: no such option; did you mean sotu?"),
+        ("debug=smokee", "debug=smokee: no such option; did you mean smoke?"),
+        ("task=evalute", "task=evalute: no such option; did you mean evaluate?"),
+        ("task.name=guess", "task.name=guess: one of prepare, pretrain"),
+        ("optim.lr=-1", "optim.lr=-1.0: more than 0"),
+        ("train.accumulate=0", "train.accumulate=0: more than 0"),
+        ("checkpoint.keep_latest=0", "checkpoint.keep_latest=0: more than 0"),
+        ("schedule.kind=linear", "schedule.kind=linear: one of cosine, wsd, constant"),
+        ("cluster.precision=fp8", "cluster.precision=fp8: one of "),
+        ("model.dropout=1", "model.dropout=1.0: "),
+        ("generate.top_p=0", "generate.top_p=0.0: "),
+        ("logger.wandb_mode=loud", "logger.wandb_mode=loud: one of offline, online, disabled"),
+        ("seed=-1", "seed=-1: at least 0"),
+        ("name=a/b", "name='a/b': "),
+        ("checkpoint.load=runs/nowhere", "checkpoint.load=runs/nowhere: no such run folder or checkpoint file"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_that_names_it(words: str, line: str) -> None:
+    message = told(words)
+    assert message.startswith(line)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("train.max_steps=null", "train.max_minutes=null"), "train.max_steps=null: set at least one of"),
+        (("data.num_lanes=3", "train.accumulate=2", "cluster.devices=2"), "data.num_lanes=3: fewer than one lane a group"),
+        (("data.source=a.txt", "data.path=b"), "data.source=a.txt and data.path=b: only one"),
+        (("model/cell=gru", "model.cell.coupled_gates=true"), "model.cell.coupled_gates=true: a gru's"),
+        (("model.cell.implementation=library",), "model.cell.implementation=library: the library has no"),
+    ],
+)  # fmt: skip
+def test_settings_that_exclude_each_other_are_refused(words: tuple[str, ...], line: str) -> None:
+    message = told(*words)
+    assert message.startswith(line)
+    assert "\n" not in message
+
+
+def test_a_command_without_mistakes_is_told_nothing() -> None:
+    assert told() == ""
+    assert told("debug=smoke", "model/cell=gru", "optim.lr=1e-3", "train.max_tokens=1e6".replace("1e6", "1000000")) == ""
+
+
+def test_a_run_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert told(f"checkpoint.load={tmp_path}").startswith(f"checkpoint.load={tmp_path}: no whole checkpoint under")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("name=another",),
+        ("fresh=true",),
+        ("paths.root=/elsewhere",),
+        ("logger=tensorboard",),
+        ("logger=wandb",),
+        ("train.log_every_steps=3",),
+        ("train.validate_every_steps=7",),
+        ("checkpoint.every_steps=5", "checkpoint.every_minutes=null", "checkpoint.keep_latest=9"),
+        ("prompt=hello",),
+        ("generate.temperature=0",),
+        ("runs=elsewhere/*",),
+        ("prepare.num_threads=1",),
+    ],
+)
+def test_digest_passes_over_what_changes_no_number(words: tuple[str, ...]) -> None:
+    assert settings(*words).digest() == settings().digest()
+
+
+def test_digest_sees_what_can_change_a_number() -> None:
+    changes = (
+        "seed=2",
+        "optim.lr=1e-4",
+        "optim=sgd",
+        "schedule.warmup_steps=1",
+        "cluster.devices=2",
+        "cluster.precision=16-mixed",
+        "train.max_steps=7",
+        "train.max_minutes=1",
+        "train.accumulate=2",
+        "train.clip_norm=null",
+        "train.num_threads=1",
+        "model/cell=gru",
+        "model.width=64",
+        "model.dropout=0.1",
+        "data.window=16",
+        "data.num_lanes=16",
+        "data.vocab_size=512",
+        "data.eval_lanes=1",
+        "data=pydoc",
+        "prepare.on_corrupt=salvage",
+        "task=evaluate",
+    )
+    digests = [settings(change).digest() for change in changes]
+    assert len({*digests, settings().digest()}) == len(changes) + 1
+
+
+def test_tasks_pass_over_the_sections_they_do_not_read() -> None:
+    assert settings("task=prepare", "optim.lr=1").digest() == settings("task=prepare").digest()
+    assert settings("task=prepare", "data.vocab_size=300").digest() != settings("task=prepare").digest()
+    assert settings("task=generate", "prompt=a").digest() != settings("task=generate").digest()
+    assert settings("task=report", "runs=a").digest() != settings("task=report").digest()
+    assert settings("task=report", "seed=5", "model.width=8").digest() == settings("task=report").digest()
+
+
+def test_the_folder_of_a_run_is_its_name_and_digest(tmp_path: Path) -> None:
+    loaded = settings(f"paths.root={tmp_path}", "name=trial")
+    assert loaded.run_folder().path == tmp_path / "runs" / "trial" / loaded.digest()
+    assert loaded.prepared_root() == tmp_path / "prepared"
+
+
+def test_derived_numbers() -> None:
+    shape = ("data.num_lanes=8", "data.window=32", "train.max_minutes=null")
+    by_tokens = settings(*shape, "train.max_steps=null", "train.max_tokens=1000")
+    assert by_tokens.tokens_per_step() == 256
+    assert by_tokens.planned_steps() == 3
+    assert settings(*shape, "train.max_steps=2", "train.max_tokens=1000").planned_steps() == 2
+    assert settings(*shape, "train.max_steps=null", "train.max_tokens=1").planned_steps() == 1
+    assert settings("train.max_steps=null", "train.max_minutes=1").planned_steps() is None
+
+
+def test_the_ranks_an_agent_started_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = settings("cluster.devices=2").digest()
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert World.from_environment().size == 2
+    loaded = settings()
+    assert (loaded.cluster.devices, loaded.cluster.nodes) == (2, 1)
+    assert loaded.digest() == launched
+
+
+def test_the_command_line_ends_in_one_line_and_no_work(tmp_path: Path) -> None:
+    expected = {
+        "optim.lrr=1": "error: optim.lrr: no such key; did you mean optim.lr?",
+        "+optim.lrr=1": "error: optim.lrr: no such key; did you mean optim.lr?",
+        "optim.lr=fast": "error: optim.lr=fast: not of the right type, Float expected",
+        "checkpoint.load=runs/nowhere": "error: checkpoint.load=runs/nowhere: no such run folder or checkpoint file",
+    }
+    started = {
+        word: subprocess.Popen(
+            [sys.executable, "run.py", word, f"paths.root={tmp_path}"],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for word in expected
+    }
+    for word, process in started.items():
+        output = process.communicate(timeout=120)[0]
+        assert output == expected[word] + "\n"
+        assert process.returncode == 1
+    assert not list(tmp_path.rglob("metrics.csv")) and not list(tmp_path.rglob("*.ckpt"))
+    assert not (tmp_path / "prepared").exists()
