@@ -136,7 +136,9 @@ def test_settings_that_exclude_each_other_are_refused(words: tuple[str, ...], li
 
 def test_a_command_without_mistakes_is_told_nothing() -> None:
     assert told() == ""
-    assert told("debug=smoke", "model/cell=gru", "optim.lr=1e-3", "train.max_tokens=1e6".replace("1e6", "1000000")) == ""
+    assert (
+        told("debug=smoke", "model/cell=gru", "optim.lr=1e-3", "train.max_tokens=1e6".replace("1e6", "1000000")) == ""
+    )
 
 
 def test_a_run_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

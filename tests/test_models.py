@@ -155,7 +155,7 @@ def test_bf16_autocast_stays_near_fp32(kind: str) -> None:
 def test_counts() -> None:
     model = _model()
     layer = 3 * 16 * 32
-    assert model.num_parameters() == 2 * (layer + 3 * 16 + 2 * 16) + VOCAB_SIZE * 16 + VOCAB_SIZE
+    assert model.num_parameters() == 2 * (layer + 3 * 16 + 3 * 16) + VOCAB_SIZE * 16 + VOCAB_SIZE
     assert model.flops_per_token() == 6 * (2 * layer + VOCAB_SIZE * 16)
     untied = _model(tie_embeddings=False)
     assert untied.num_parameters() == model.num_parameters() + VOCAB_SIZE * 16

@@ -88,7 +88,8 @@ class LanguageModel(nn.Module):
         `reset_BT` (bool): a row's state is zero before that position. `dropout_keys_B` (int64, one a row): with keys,
         dropout is on and a row's masks depend on its key only; without, it is off. The train/eval mode has no say.
         """
-        hidden_BTD = self.embedding(tokens_BT)
+        # The embedding's entries are small, as the tied output layer needs them; a cell's input wants a variance of one.
+        hidden_BTD = self.embedding(tokens_BT) * self.config.width**0.5
         if dropout_keys_B is not None and self.config.embedding_dropout > 0.0:
             hidden_BTD = hidden_BTD * self._word_mask(tokens_BT, dropout_keys_B).unsqueeze(-1)
         new_state = []

@@ -130,10 +130,12 @@ def generate(config: Config, overrides: Sequence[str]) -> Result:
     prompt_ids = tokenizer.encode(config.prompt)
     ids: list[int] = []
     shown = ""
-    sys.stdout.write(config.prompt)
     for token in generate_tokens(
         loaded.model, prompt_ids, settings=config.generate, eos_id=tokenizer.eos_id, seed=config.seed
     ):
+        if not ids:
+            # Not before: the first token is where the kernels say what they are.
+            sys.stdout.write(config.prompt)
         ids.append(token)
         # A character may end in a later token: what cannot be decoded yet waits.
         text = tokenizer.decode(prompt_ids + ids)[len(tokenizer.decode(prompt_ids)) :]
@@ -141,7 +143,7 @@ def generate(config: Config, overrides: Sequence[str]) -> Result:
             sys.stdout.write(text[len(shown) :])
             sys.stdout.flush()
             shown = text
-    print(flush=True)
+    print("" if ids else config.prompt, flush=True)
     with open_run(config, overrides, World()) as run:
         result = common_result(config, started) | {
             "prompt": config.prompt,

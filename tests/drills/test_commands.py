@@ -84,7 +84,9 @@ def stop(root: Path, name: str, *words: str) -> Outcome:
     """Start a run, and tell it to stop once it has trained a few steps."""
     process = start(root, *SMALL, f"name={name}", "train.validate_every_steps=5", *words)
     metrics = root / "runs" / name
-    while process.poll() is None and not any(file.read_text().count("\n") > 2 for file in metrics.glob("*/metrics.csv")):
+    while process.poll() is None and not any(
+        file.read_text().count("\n") > 2 for file in metrics.glob("*/metrics.csv")
+    ):
         time.sleep(0.002)
     process.send_signal(signal.SIGTERM)
     return finish(process)
@@ -107,7 +109,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(straight: Path, name: str, w
     assert resumed.exit_code == 0 and "resuming from step" in resumed.output
     if not words:
         assert result_of(straight, name)["weights_sha256"] == result_of(straight, "straight")["weights_sha256"]
-    assert result_of(straight, name)["test/loss"] == pytest.approx(result_of(straight, "straight")["test/loss"], rel=1e-4)
+    assert result_of(straight, name)["test/loss"] == pytest.approx(
+        result_of(straight, "straight")["test/loss"], rel=1e-4
+    )
 
 
 def test_trackers_work_offline_and_a_cpu_says_what_it_does_for_fp16(straight: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from drill_runs import SMALL, finish, folder_of, losses_of, result_of, start
 
 # Many checkpoints and validations, which change no number, for kills to hit.
-BUSY = (*SMALL, "checkpoint.every_steps=2", "train.validate_every_steps=10")
+BUSY = (*SMALL, "checkpoint.every_steps=2", "train.validate_every_steps=5")
 Wait = Callable[[Path, "Popen[str]"], None]
 
 

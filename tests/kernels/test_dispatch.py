@@ -26,7 +26,6 @@ def test_says_once_what_it_picked(capsys: pytest.CaptureFixture[str]) -> None:
         ("rnn", torch.float32, "auto", (), ("rnn", "lstm, gru")),
         ("lstm", torch.float32, "fast", (), ("implementation=fast", "auto, library, eager, reference")),
         ("gru", torch.float32, "library", ("layer_norm",), ("library", "layer_norm", "auto, eager, reference")),
-        ("lstm", torch.float16, "library", (), ("float16 on cpu", "auto, eager, reference")),
         ("linear_cross_entropy", torch.float32, "library", (), ("linear_cross_entropy", "auto, eager, reference")),
     ],
 )
@@ -42,4 +41,4 @@ def test_refuses_weights_that_are_no_floats() -> None:
     weights = reference.LstmWeights(*(torch.zeros(4, 1, dtype=torch.int64) for _ in range(3)))
     state = (torch.zeros(1, 1), torch.zeros(1, 1))
     with pytest.raises(UserError, match="int64; allowed: float32"):
-        eager.lstm(torch.zeros(1, 1, 1), state, None, weights, coupled_gates=False, temporal_residual=False)
+        eager.lstm(torch.zeros(1, 1, 1), state, None, weights, coupled_gates=False)

@@ -52,18 +52,19 @@ def test_library_equals_reference(case: CellCase, dtype: torch.dtype, num_steps:
     assert_close(outcome(library, case, inputs, reset_BT), outcome(reference, case, inputs, reset_BT), dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kernels", [eager, library], ids=["eager", "library"])
 @pytest.mark.parametrize("case", TEXTBOOK_CASES, ids=str)
-def test_autocast_runs_products_in_bf16(case: CellCase, kernels: ModuleType) -> None:
+def test_autocast_runs_products_in_its_format(case: CellCase, kernels: ModuleType, dtype: torch.dtype) -> None:
     inputs, reset_BT = make_inputs(case, torch.float32), make_resets(3, 9)
     expected = outcome(reference, case, inputs, reset_BT)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         results = outcome(kernels, case, inputs, reset_BT)
-    assert results["y"].dtype == torch.bfloat16
+    assert results["y"].dtype == dtype
     assert results["last0"].dtype == torch.float32
-    assert relative_rms(results["last0"], expected["last0"]) > 1e-5, "the products did not run in bf16"
+    assert relative_rms(results["last0"], expected["last0"]) > 1e-5, "the products ran in fp32"
     results["y"] = results["y"].float()
-    assert_close(results, expected, torch.bfloat16)
+    assert_close(results, expected, dtype)
 
 
 def test_eager_keeps_a_cell_that_bf16_would_round_away() -> None:
@@ -73,9 +74,7 @@ def test_eager_keeps_a_cell_that_bf16_would_round_away() -> None:
     weights = reference.LstmWeights(torch.zeros(4 * width, width), torch.zeros(4 * width, width), bias_G)
     state = (torch.zeros(1, width), torch.ones(1, width))
     with torch.autocast("cpu", torch.bfloat16):
-        _, (_, cell_BD) = eager.lstm(
-            torch.zeros(1, 100, width), state, None, weights, coupled_gates=False, temporal_residual=False
-        )
+        _, (_, cell_BD) = eager.lstm(torch.zeros(1, 100, width), state, None, weights, coupled_gates=False)
     torch.testing.assert_close(cell_BD, torch.full((1, width), 0.999**100), rtol=1e-3, atol=0.0)
 
 

@@ -30,12 +30,12 @@ def test_equals_torch_layer(kind: str) -> None:
     bias_G, hidden_bias_G = _reordered(layer.bias_ih_l0, kind), _reordered(layer.bias_hh_l0, kind)
     if kind == "lstm":
         weights = reference.LstmWeights(input_GE, recurrent_GD, bias_G + hidden_bias_G)
-        y_BTD, last = reference.lstm(x_BTE, state, None, weights, coupled_gates=False, temporal_residual=False)
+        y_BTD, last = reference.lstm(x_BTE, state, None, weights, coupled_gates=False)
     else:
         # Only the candidate's recurrent bias stands apart: torch multiplies it by the reset gate.
         gate_bias = torch.cat((hidden_bias_G[:16], torch.zeros(8, dtype=torch.float64)))
         gru_weights = reference.GruWeights(input_GE, recurrent_GD, bias_G + gate_bias, hidden_bias_G[16:])
-        y_BTD, last = reference.gru(x_BTE, state, None, gru_weights, temporal_residual=False)
+        y_BTD, last = reference.gru(x_BTE, state, None, gru_weights)
 
     torch.testing.assert_close(y_BTD, expected_BTD, rtol=1e-12, atol=1e-12)
     for part, expected in zip(last, expected_last, strict=True):

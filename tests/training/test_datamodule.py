@@ -16,9 +16,7 @@ from reprise.training.datamodule import Batch, LaneDataModule
 def make(
     corpus: Corpus, data: DataConfig, *, world: World | None = None, accumulate: int = 1, num_workers: int = 0
 ) -> LaneDataModule:
-    return LaneDataModule(
-        corpus, data, world=world or World(), accumulate=accumulate, seed=3, num_workers=num_workers
-    )
+    return LaneDataModule(corpus, data, world=world or World(), accumulate=accumulate, seed=3, num_workers=num_workers)
 
 
 def plain(batches: Iterator[Batch], count: int) -> list[tuple[object, ...]]:

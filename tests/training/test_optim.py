@@ -128,9 +128,7 @@ class FakeTrainer(SimpleNamespace):
 
     def __init__(self) -> None:
         self.scaler = Scaler()
-        super().__init__(
-            global_step=0, accumulate_grad_batches=1, precision_plugin=SimpleNamespace(scaler=self.scaler)
-        )
+        super().__init__(global_step=0, accumulate_grad_batches=1, precision_plugin=SimpleNamespace(scaler=self.scaler))
 
     def take_step(self, module: LanguageModule, monitor: GradientMonitor, optimizer: Any, *, overflow: bool) -> float:
         """One optimizer step as Lightning drives it; the learning rate it was taken with."""

@@ -29,8 +29,10 @@ class CellConfig:
     coupled_gates: bool = True
     # Layer norm on the hidden state, after the skip.
     layer_norm: bool = True
-    # The previous hidden state added to the new one.
+    # A learned share of the previous hidden state, one number a unit, added to the new one.
     temporal_residual: bool = True
+    # That share at the start.
+    residual_init: float = 0.1
     # Which units a unit hears from. full: all of them.
     recurrence: str = "full"
     # auto: the library's where no switch is on, else eager.
@@ -75,6 +77,7 @@ class GatedCell(Cell):
         if config.layer_norm:
             self.norm_scale = nn.Parameter(torch.empty(width))
             self.norm_shift = nn.Parameter(torch.empty(width))
+        self.skip_scale = nn.Parameter(torch.empty(width)) if config.temporal_residual else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -86,6 +89,8 @@ class GatedCell(Cell):
         if self.config.layer_norm:
             nn.init.ones_(self.norm_scale)
             nn.init.zeros_(self.norm_shift)
+        if self.skip_scale is not None:
+            nn.init.constant_(self.skip_scale, self.config.residual_init)
 
     def matmul_parameters(self) -> int:
         return self.input_weight.numel() + self.recurrent_weight.numel()
@@ -121,15 +126,8 @@ class LstmCell(GatedCell):
             self.config.implementation,
             switches=self.config.switches(),
         )
-        weights = LstmWeights(self.input_weight, self.recurrent_weight, self.bias, *self.norm())
-        result: tuple[Tensor, State] = kernel(
-            x_BTE,
-            state,
-            reset_BT,
-            weights,
-            coupled_gates=self.config.coupled_gates,
-            temporal_residual=self.config.temporal_residual,
-        )
+        weights = LstmWeights(self.input_weight, self.recurrent_weight, self.bias, *self.norm(), self.skip_scale)
+        result: tuple[Tensor, State] = kernel(x_BTE, state, reset_BT, weights, coupled_gates=self.config.coupled_gates)
         return result
 
 
@@ -151,10 +149,10 @@ class GruCell(GatedCell):
             self.config.implementation,
             switches=self.config.switches(),
         )
-        weights = GruWeights(self.input_weight, self.recurrent_weight, self.bias, self.candidate_bias, *self.norm())
-        result: tuple[Tensor, State] = kernel(
-            x_BTE, state, reset_BT, weights, temporal_residual=self.config.temporal_residual
+        weights = GruWeights(
+            self.input_weight, self.recurrent_weight, self.bias, self.candidate_bias, *self.norm(), self.skip_scale
         )
+        result: tuple[Tensor, State] = kernel(x_BTE, state, reset_BT, weights)
         return result
 
 

@@ -25,7 +25,7 @@ def pick(name: str, device: str, dtype: torch.dtype, implementation: str, *, swi
 
     `switches` are the options that are on and that only our own implementations have. `auto` is the library's where no
     switch is on and it has the kernel, else eager. Raises UserError for an unknown name or implementation, and for an
-    implementation that lacks the kernel, the switches or the number format.
+    implementation that lacks the kernel or the switches.
     """
     if name not in KERNELS:
         raise UserError(f"kernel={name}: unknown; allowed: {', '.join(KERNELS)}")
@@ -34,18 +34,13 @@ def pick(name: str, device: str, dtype: torch.dtype, implementation: str, *, swi
     available = KERNELS[name]
     chosen = implementation
     if implementation == "auto":
-        has_library = "library" in available and not switches and not (device == "cpu" and dtype == torch.float16)
-        chosen = "library" if has_library else "eager"
+        chosen = "library" if "library" in available and not switches else "eager"
     if chosen not in available:
         raise UserError(f"implementation={chosen}: has no {name}; allowed: auto, {', '.join(available)}")
     if chosen == "library" and switches:
         raise UserError(
             f"implementation=library: the library's {name} has no {', '.join(switches)}; "
             "allowed: auto, eager, reference"
-        )
-    if chosen == "library" and device == "cpu" and dtype == torch.float16:
-        raise UserError(
-            f"implementation=library: the library's {name} has no float16 on cpu; allowed: auto, eager, reference"
         )
     asked = " (auto)" if implementation == "auto" else ""
     option_text = f" with {', '.join(switches)}" if switches else ""

@@ -26,6 +26,7 @@ from reprise.kernels.window import (
     HiddenStates,
     Norm,
     Resets,
+    Skip,
     bias_gradient,
     input_gradient,
     squash,
@@ -42,7 +43,6 @@ _CHUNK_ELEMENTS = 1 << 17
 class _Options(NamedTuple):
     product: torch.dtype
     coupled_gates: bool
-    temporal_residual: bool
 
 
 def lstm(
@@ -52,20 +52,17 @@ def lstm(
     weights: LstmWeights,
     *,
     coupled_gates: bool,
-    temporal_residual: bool,
 ) -> tuple[Tensor, State]:
     """LSTM with coupled gates, layer norm and temporal residual as switches: shapes, equations in `reference.lstm`."""
-    options = _Options(product_dtype(weights.recurrent_GD), coupled_gates, temporal_residual)
+    options = _Options(product_dtype(weights.recurrent_GD), coupled_gates)
     with torch.autocast(x_BTE.device.type, enabled=False):
         y_BTD, hidden_BD, cell_BD = _Lstm.apply(x_BTE, *state, reset_BT, *weights, options)  # type: ignore[no-untyped-call]
     return y_BTD, (hidden_BD, cell_BD)
 
 
-def gru(
-    x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights, *, temporal_residual: bool
-) -> tuple[Tensor, State]:
+def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
     """GRU with layer norm and temporal residual as switches: shapes, equations in `reference.gru`."""
-    options = _Options(product_dtype(weights.recurrent_GD), False, temporal_residual)
+    options = _Options(product_dtype(weights.recurrent_GD), False)
     with torch.autocast(x_BTE.device.type, enabled=False):
         y_BTD, hidden_BD = _Gru.apply(x_BTE, *state, reset_BT, *weights, options)  # type: ignore[no-untyped-call]
     return y_BTD, (hidden_BD,)
@@ -91,6 +88,7 @@ class _Lstm(torch.autograd.Function):
         bias_G: Tensor,
         norm_scale_D: Tensor | None,
         norm_shift_D: Tensor | None,
+        skip_scale_D: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         kept = state_dtype(options.product)
@@ -103,21 +101,25 @@ class _Lstm(torch.autograd.Function):
         cells_PBD = torch.empty((x_BTE.shape[1] + 1, *cell_BD.shape), dtype=kept, device=x_BTE.device)
         cells_PBD[0].copy_(cell_BD)
         squashed_TBD = torch.empty_like(hidden.updates_TBD)
-        _lstm_forward(drive, weight, hidden, cells_PBD, squashed_TBD, resets=ctx.resets, options=options)
+        skip = Skip(skip_scale_D, kept)
+        _lstm_forward(drive, weight, hidden, cells_PBD, squashed_TBD, skip=skip, resets=ctx.resets, options=options)
         saved = (drive.x_TBE, drive.gates_TBG, cells_PBD, squashed_TBD, hidden.outputs_PBD, hidden.updates_TBD)
-        ctx.save_for_backward(*saved, hidden.statistics(), input_GE, recurrent_GD, norm_scale_D, norm_shift_D)
+        ctx.save_for_backward(
+            *saved, hidden.statistics(), input_GE, recurrent_GD, norm_scale_D, norm_shift_D, skip_scale_D
+        )
         return hidden.outputs_PBD[1:].transpose(0, 1), hidden.last_BD.clone(), cells_PBD[-1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BTD: Tensor, grad_hidden_BD: Tensor, grad_cell_BD: Tensor) -> tuple[Any, ...]:
         x_TBE, gates_TBG, cells_PBD, squashed_TBD, outputs_PBD, updates_TBD, statistics, *weights = ctx.saved_tensors
-        input_GE, recurrent_GD, norm_scale_D, norm_shift_D = weights
+        input_GE, recurrent_GD, norm_scale_D, norm_shift_D, skip_scale_D = weights
         x_dtype, hidden_dtype, cell_dtype, dtype = ctx.dtypes
         norm = Norm(norm_scale_D, norm_shift_D).to(updates_TBD.dtype)
         hidden = HiddenGradients(grad_y_BTD, updates_TBD, norm, statistics)
         weight = PackedWeight(recurrent_GD.t(), ctx.options.product, num_rows=x_TBE.shape[1])
-        previous_cells_TBD = ctx.resets.previous(cells_PBD)
+        previous_cells_TBD, previous_TBD = ctx.resets.previous(cells_PBD), ctx.resets.previous(outputs_PBD)
+        skip = Skip(skip_scale_D, updates_TBD.dtype)
         steps = _lstm_slopes(gates_TBG, previous_cells_TBD, squashed_TBD, coupled_gates=ctx.options.coupled_gates)
         grad_hidden_BD = grad_hidden_BD.to(updates_TBD.dtype, copy=True)
         grad_cell_BD = grad_cell_BD.to(updates_TBD.dtype, copy=True)
@@ -133,8 +135,9 @@ class _Lstm(torch.autograd.Function):
             torch.mul(grad_cell_BD.unsqueeze(1), slopes.others_BXD, out=grad_others[t])
             grad_cell_BD.mul_(slopes.forget_BD)
             product_BD = weight.times(grad_gates[t])
-            if ctx.options.temporal_residual:
-                torch.add(grad_update_BD, product_BD, out=grad_hidden_BD)
+            if skip.is_on:
+                skip.pass_back(grad_update_BD, previous_TBD[t], out=grad_hidden_BD)
+                grad_hidden_BD.add_(product_BD)
             else:
                 grad_hidden_BD.copy_(product_BD)
             if t in ctx.resets.steps:
@@ -146,9 +149,10 @@ class _Lstm(torch.autograd.Function):
             grad_cell_BD.to(cell_dtype),
             None,
             weight_gradient(grad_gates_TBG, x_TBE, dtype),
-            weight_gradient(grad_gates_TBG, ctx.resets.previous(outputs_PBD), dtype),
+            weight_gradient(grad_gates_TBG, previous_TBD, dtype),
             bias_gradient(grad_gates_TBG, dtype),
             *hidden.norm_gradients(),
+            skip.gradient(),
             None,
         )
 
@@ -160,6 +164,7 @@ def _lstm_forward(
     cells_PBD: Tensor,
     squashed_TBD: Tensor,
     *,
+    skip: Skip,
     resets: Resets,
     options: _Options,
 ) -> None:
@@ -184,10 +189,8 @@ def _lstm_forward(
         else:
             cell_BD = torch.mul(forgets[t], cell_BD, out=cells[t + 1]).addcmul_(inputs[t], candidates[t])
         squash(cell_BD, out=squashed[t])
-        if options.temporal_residual:
-            torch.addcmul(hidden_BD, outputs[t], squashed[t], out=updates[t])
-        else:
-            torch.mul(outputs[t], squashed[t], out=updates[t])
+        torch.mul(outputs[t], squashed[t], out=updates[t])
+        skip.add(hidden_BD, to=updates[t])
         hidden_BD, read_BD = hidden.finish(t)
 
 
@@ -237,6 +240,7 @@ class _Gru(torch.autograd.Function):
         candidate_bias_D: Tensor,
         norm_scale_D: Tensor | None,
         norm_shift_D: Tensor | None,
+        skip_scale_D: Tensor | None,
         options: _Options,
     ) -> tuple[Tensor, Tensor]:
         kept = state_dtype(options.product)
@@ -246,18 +250,19 @@ class _Gru(torch.autograd.Function):
         weight = PackedWeight(recurrent_GD, options.product, num_rows=x_BTE.shape[0])
         norm = Norm(norm_scale_D, norm_shift_D).to(kept)
         hidden = HiddenStates(hidden_BD.to(kept), norm, num_steps=x_BTE.shape[1], product=options.product)
-        recalled_TBD = _gru_forward(
-            drive, weight, hidden, candidate_bias_D.to(kept), resets=ctx.resets, options=options
-        )
+        skip = Skip(skip_scale_D, kept)
+        recalled_TBD = _gru_forward(drive, weight, hidden, candidate_bias_D.to(kept), skip=skip, resets=ctx.resets)
         saved = (drive.x_TBE, drive.gates_TBG, recalled_TBD, hidden.outputs_PBD, hidden.updates_TBD)
-        ctx.save_for_backward(*saved, hidden.statistics(), input_GE, recurrent_GD, norm_scale_D, norm_shift_D)
+        ctx.save_for_backward(
+            *saved, hidden.statistics(), input_GE, recurrent_GD, norm_scale_D, norm_shift_D, skip_scale_D
+        )
         return hidden.outputs_PBD[1:].transpose(0, 1), hidden.last_BD.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BTD: Tensor, grad_hidden_BD: Tensor) -> tuple[Any, ...]:
         x_TBE, gates_TBG, recalled_TBD, outputs_PBD, updates_TBD, statistics, *weights = ctx.saved_tensors
-        input_GE, recurrent_GD, norm_scale_D, norm_shift_D = weights
+        input_GE, recurrent_GD, norm_scale_D, norm_shift_D, skip_scale_D = weights
         x_dtype, hidden_dtype, dtype = ctx.dtypes
         width = updates_TBD.shape[-1]
         norm = Norm(norm_scale_D, norm_shift_D).to(updates_TBD.dtype)
@@ -269,12 +274,16 @@ class _Gru(torch.autograd.Function):
         grad_blocks_TBF = grad_blocks_TBXD.flatten(2)
         grad_blocks, grad_recurrents = grad_blocks_TBXD.unbind(0), grad_blocks_TBF[..., width:].unbind(0)
         grad_hidden_BD = grad_hidden_BD.to(updates_TBD.dtype, copy=True)
-        for t, slopes_BXD, kept_BD in _gru_slopes(
-            gates_TBG, previous_TBD, recalled_TBD, temporal_residual=ctx.options.temporal_residual
-        ):
+        skip = Skip(skip_scale_D, updates_TBD.dtype)
+        skipped_BD = torch.empty_like(grad_hidden_BD)
+        for t, slopes_BXD, kept_BD in _gru_slopes(gates_TBG, previous_TBD, recalled_TBD):
             grad_update_BD = hidden.at(t, grad_hidden_BD)
             torch.mul(grad_update_BD.unsqueeze(1), slopes_BXD, out=grad_blocks[t])
+            if skip.is_on:
+                skip.pass_back(grad_update_BD, previous_TBD[t], out=skipped_BD)
             torch.mul(grad_update_BD, kept_BD, out=grad_hidden_BD).add_(weight.times(grad_recurrents[t]))
+            if skip.is_on:
+                grad_hidden_BD.add_(skipped_BD)
             if t in ctx.resets.steps:
                 grad_hidden_BD = ctx.resets.cleared(grad_hidden_BD, t)
         grad_gates_TBG, grad_recurrent_TBG = grad_blocks_TBF[..., :-width], grad_blocks_TBF[..., width:]
@@ -288,6 +297,7 @@ class _Gru(torch.autograd.Function):
             bias_gradient(grad_gates_TBG, dtype).roll(-width, 0),
             bias_gradient(grad_recurrent_TBG[..., -width:], dtype),
             *hidden.norm_gradients(),
+            skip.gradient(),
             None,
         )
 
@@ -298,8 +308,8 @@ def _gru_forward(
     hidden: HiddenStates,
     candidate_bias_D: Tensor,
     *,
+    skip: Skip,
     resets: Resets,
-    options: _Options,
 ) -> Tensor:
     """All steps of one window. The drive is overwritten by the gates' values.
 
@@ -319,17 +329,13 @@ def _gru_forward(
         sigmoids[t].add_(sigmoid_share_BS).sigmoid_()
         torch.add(candidate_bias_D, candidate_share_BD, out=recalled[t])
         squash(candidates[t].addcmul_(resetting[t], recalled[t]), out=candidates[t])
-        if options.temporal_residual:
-            torch.addcmul(candidates[t], keeping[t], candidates[t], value=-1.0, out=updates[t]).add_(hidden_BD)
-        else:
-            torch.lerp(candidates[t], hidden_BD, keeping[t], out=updates[t])
+        torch.lerp(candidates[t], hidden_BD, keeping[t], out=updates[t])
+        skip.add(hidden_BD, to=updates[t])
         hidden_BD, read_BD = hidden.finish(t)
     return recalled_TBD
 
 
-def _gru_slopes(
-    gates_TBG: Tensor, previous_TBD: Tensor, recalled_TBD: Tensor, *, temporal_residual: bool
-) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _gru_slopes(gates_TBG: Tensor, previous_TBD: Tensor, recalled_TBD: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(t, slopes [B, 4, D], kept [B, D]) from the last step to the first.
 
     Slopes of the update by the sums inside tanh and sigmoid of n, r and z, and by what the reset gate multiplies;
@@ -342,9 +348,7 @@ def _gru_slopes(
         candidate_slope_KBD = _tanh_backward(1.0 - keeping_KBD, candidate_KBD)
         slopes_KBXD[:, :, 0] = candidate_slope_KBD
         slopes_KBXD[:, :, 1] = _sigmoid_backward(candidate_slope_KBD * recalled_TBD[start:stop], resetting_KBD)
-        other_KBD = torch.zeros_like(candidate_KBD) if temporal_residual else previous_TBD[start:stop]
-        slopes_KBXD[:, :, 2] = _sigmoid_backward(other_KBD - candidate_KBD, keeping_KBD)
+        slopes_KBXD[:, :, 2] = _sigmoid_backward(previous_TBD[start:stop] - candidate_KBD, keeping_KBD)
         torch.mul(candidate_slope_KBD, resetting_KBD, out=slopes_KBXD[:, :, 3])
-        kept_KBD = torch.ones_like(keeping_KBD) if temporal_residual else keeping_KBD
         for offset in reversed(range(stop - start)):
-            yield start + offset, slopes_KBXD[offset], kept_KBD[offset]
+            yield start + offset, slopes_KBXD[offset], keeping_KBD[offset]

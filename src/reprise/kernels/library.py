@@ -1,5 +1,8 @@
 """PyTorch's own recurrent layers behind the signatures of `reference.py`: the textbook cells, no switch.
 
+Products run in the format asked for, cast here: under autocast on CPU the library's own layers would raise (LSTM in
+float16) or come back in another format than they computed in (GRU in bf16).
+
 The library has no resets inside a window. They are applied exactly by splitting the window at every position where
 some row starts anew and zeroing the state of those rows, so many resets mean many short calls.
 
@@ -25,10 +28,9 @@ def lstm(
     weights: LstmWeights,
     *,
     coupled_gates: bool,
-    temporal_residual: bool,
 ) -> tuple[Tensor, State]:
     """torch.lstm; shapes as in `reference.lstm`. In bf16 it hands back a cell state rounded to bf16."""
-    assert not (coupled_gates or temporal_residual or weights.norm_scale_D is not None), "the library has no switches"
+    assert not coupled_gates and weights.norm_scale_D is None and weights.skip_scale_D is None, "switches are ours only"
     product = product_dtype(weights.recurrent_GD)
     weight_list = _library_weights(weights, product, order=_LSTM_ORDER, hidden_bias_G=None)
     hidden_BD, cell_BD = state
@@ -46,11 +48,9 @@ def lstm(
     return torch.cat(pieces, dim=1), (hidden_BD.to(kept), cell_BD.to(kept))
 
 
-def gru(
-    x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights, *, temporal_residual: bool
-) -> tuple[Tensor, State]:
+def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
     """torch.gru; shapes as in `reference.gru`."""
-    assert not (temporal_residual or weights.norm_scale_D is not None), "the library has no switches"
+    assert weights.norm_scale_D is None and weights.skip_scale_D is None, "switches are ours only"
     product = product_dtype(weights.recurrent_GD)
     candidate_bias_D = weights.candidate_bias_D
     gate_bias = candidate_bias_D.new_zeros(2 * candidate_bias_D.shape[0])

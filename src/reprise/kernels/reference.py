@@ -25,13 +25,14 @@ State = tuple[Tensor, ...]
 
 
 class LstmWeights(NamedTuple):
-    """Gates in the order o, f, i, z; coupled gates have no i. The norm's pair is None when there is no norm."""
+    """Gates in the order o, f, i, z; coupled gates have no i. No norm: its pair is None. No temporal residual: no skip."""
 
     input_GE: Tensor
     recurrent_GD: Tensor
     bias_G: Tensor
     norm_scale_D: Tensor | None = None
     norm_shift_D: Tensor | None = None
+    skip_scale_D: Tensor | None = None
 
 
 class GruWeights(NamedTuple):
@@ -43,6 +44,7 @@ class GruWeights(NamedTuple):
     candidate_bias_D: Tensor
     norm_scale_D: Tensor | None = None
     norm_shift_D: Tensor | None = None
+    skip_scale_D: Tensor | None = None
 
 
 class LstmKernel(Protocol):
@@ -54,13 +56,12 @@ class LstmKernel(Protocol):
         weights: LstmWeights,
         *,
         coupled_gates: bool,
-        temporal_residual: bool,
     ) -> tuple[Tensor, State]: ...
 
 
 class GruKernel(Protocol):
     def __call__(
-        self, x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights, *, temporal_residual: bool
+        self, x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights
     ) -> tuple[Tensor, State]: ...
 
 
@@ -71,13 +72,12 @@ def lstm(
     weights: LstmWeights,
     *,
     coupled_gates: bool,
-    temporal_residual: bool,
 ) -> tuple[Tensor, State]:
     """LSTM with three switches (Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000).
 
     a_t = W_input x_t + W_recurrent h_{t-1} + b;  o, f, i = sigmoid(a), z = tanh(a)
     c_t = f * c_{t-1} + i * z            coupled gates: i = 1 - f (Greff et al. 2017, CIFG)
-    u_t = o * tanh(c_t)                  temporal residual: u_t = o * tanh(c_t) + h_{t-1}
+    u_t = o * tanh(c_t)                  temporal residual: u_t = o * tanh(c_t) + s * h_{t-1}, s learned, a unit each
     h_t = u_t                            layer norm: h_t = LayerNorm(u_t)
 
     x [B, T, E], state (h [B, D], c [B, D]), reset [B, T] bool or None. Returns (y [B, T, D], (h, c) after the last
@@ -102,22 +102,18 @@ def lstm(
                 f_BD, i_BD = torch.sigmoid(f_BD), torch.sigmoid(i_BD)
             cell_BD = f_BD * cell_BD + i_BD * torch.tanh(z_BD)
             update_BD = torch.sigmoid(o_BD) * torch.tanh(cell_BD)
-            hidden_BD = _hidden(update_BD, hidden_BD, weights, temporal_residual=temporal_residual)
+            hidden_BD = _hidden(update_BD, hidden_BD, weights)
             outputs.append(hidden_BD.to(product))
     return torch.stack(outputs, dim=1), (hidden_BD, cell_BD)
 
 
-def gru(
-    x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights, *, temporal_residual: bool
-) -> tuple[Tensor, State]:
+def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
     """GRU (Cho et al. 2014) with the equations of torch.nn.GRU, and two switches.
 
     r, z = sigmoid(W_input x_t + b + W_recurrent h_{t-1})
     n = tanh(W_input x_t + b + r * (W_recurrent h_{t-1} + b_candidate))
-    u_t = (1 - z) * n + z * h_{t-1}      temporal residual: u_t = (1 - z) * n + h_{t-1}
+    u_t = (1 - z) * n + z * h_{t-1}      temporal residual: u_t = (1 - z) * n + z * h_{t-1} + s * h_{t-1}, s learned
     h_t = u_t                            layer norm: h_t = LayerNorm(u_t)
-
-    The skip takes the place of the gated copy: with both, a hidden state without norm would double at every step.
 
     x [B, T, E], state (h [B, D],), reset [B, T] bool or None. Returns (y [B, T, D], (h,) after the last position).
     """
@@ -134,20 +130,16 @@ def gru(
             r_BD = torch.sigmoid(drive_r_BD + r_BD)
             z_BD = torch.sigmoid(drive_z_BD + z_BD)
             n_BD = torch.tanh(drive_n_BD + r_BD * (n_BD + weights.candidate_bias_D))
-            update_BD = (1.0 - z_BD) * n_BD
-            if not temporal_residual:
-                update_BD = update_BD + z_BD * hidden_BD
-            hidden_BD = _hidden(update_BD, hidden_BD, weights, temporal_residual=temporal_residual)
+            update_BD = (1.0 - z_BD) * n_BD + z_BD * hidden_BD
+            hidden_BD = _hidden(update_BD, hidden_BD, weights)
             outputs.append(hidden_BD.to(product))
     return torch.stack(outputs, dim=1), (hidden_BD,)
 
 
-def _hidden(
-    update_BD: Tensor, previous_BD: Tensor, weights: LstmWeights | GruWeights, *, temporal_residual: bool
-) -> Tensor:
+def _hidden(update_BD: Tensor, previous_BD: Tensor, weights: LstmWeights | GruWeights) -> Tensor:
     """The hidden state from a cell's update: skip between adjacent time steps first, then the norm."""
-    if temporal_residual:
-        update_BD = update_BD + previous_BD
+    if weights.skip_scale_D is not None:
+        update_BD = update_BD + weights.skip_scale_D.to(update_BD.dtype) * previous_BD
     if weights.norm_scale_D is None or weights.norm_shift_D is None:
         return update_BD
     scale_D, shift_D = weights.norm_scale_D.to(update_BD.dtype), weights.norm_shift_D.to(update_BD.dtype)

@@ -53,6 +53,33 @@ class Norm(NamedTuple):
         return Norm(*(None if part is None else part.to(kept) for part in self))
 
 
+class Skip:
+    """The temporal residual: a learned share of the previous hidden state in the update, nothing where there is none."""
+
+    def __init__(self, scale_D: Tensor | None, kept: torch.dtype) -> None:
+        self.is_on = scale_D is not None
+        if scale_D is not None:
+            self._scale_D = scale_D.to(kept)
+            self._dtype = scale_D.dtype
+        self._grad_scale_BD: Tensor | None = None
+
+    def add(self, previous_BD: Tensor, *, to: Tensor) -> None:
+        """Add the previous hidden state's share to an update [B, D], in place."""
+        if self.is_on:
+            to.addcmul_(previous_BD, self._scale_D)
+
+    def pass_back(self, grad_update_BD: Tensor, previous_BD: Tensor, *, out: Tensor) -> None:
+        """The previous state's gradient through the skip into `out`, which may be `grad_update_BD` itself."""
+        if self._grad_scale_BD is None:
+            self._grad_scale_BD = torch.zeros_like(grad_update_BD)
+        self._grad_scale_BD.addcmul_(grad_update_BD, previous_BD.to(grad_update_BD.dtype))
+        torch.mul(grad_update_BD, self._scale_D, out=out)
+
+    def gradient(self) -> Tensor | None:
+        """Gradient of the scale [D] over the steps passed back."""
+        return None if self._grad_scale_BD is None else self._grad_scale_BD.sum(dim=0).to(self._dtype)
+
+
 class HiddenStates:
     """The hidden states of a window as they are produced: outputs in the products' format, updates before the norm."""
 

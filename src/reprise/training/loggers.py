@@ -81,4 +81,4 @@ def finish_loggers(trainer: lightning.Trainer) -> None:
     """Close the tracker's run: the next job of a sweep in the same process must not go on in it."""
     for logger in trainer.loggers:
         if isinstance(logger, WandbLogger) and World.from_environment().rank == 0:
-            logger.experiment.finish(quiet=True)
+            logger.experiment.finish()

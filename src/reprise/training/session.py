@@ -153,6 +153,8 @@ class Session:
 
     def score(self, split: str) -> dict[str, float]:
         """Scores of a whole split ("val" or "test") over all ranks, with the state carried from window to window."""
+        # 0 where training does not validate, which would also leave out this pass.
+        self.trainer.limit_val_batches = 1.0
         if split == "test":
             self.trainer.test(self.module, datamodule=self.datamodule, verbose=False)
         else:
