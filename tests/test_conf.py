@@ -1,4 +1,4 @@
-"""Every file under conf/ composes; a mistake is one clear line with the key; a digest is that of what can change a result."""
+"""Every file under conf/ composes, a mistake is one line with its key, a digest is of what can change a result."""
 
 import os
 import subprocess
@@ -22,15 +22,48 @@ CONF = REPOSITORY / "conf"
 NEEDED = {"data=ptb": ("data.path=somewhere",), "data=files": ("data.source=somewhere.txt",)}
 
 # Keys that commands, sweeps and records rely on.
-FIXED_KEYS = """
-    seed name fresh paths.root prompt runs
-    train.max_steps train.max_tokens train.max_minutes train.accumulate train.clip_norm train.log_every_steps
-    train.validate_every_steps data.path data.source data.num_lanes data.window data.vocab_size model.num_layers
-    model.width model.dropout model.tie_embeddings model.cell.coupled_gates model.cell.layer_norm
-    model.cell.temporal_residual model.cell.recurrence model.cell.implementation optim.lr optim.weight_decay
-    schedule.warmup_steps schedule.final_lr_fraction cluster.devices cluster.nodes cluster.precision cluster.strategy
-    checkpoint.load checkpoint.every_steps checkpoint.every_minutes checkpoint.keep_latest prepare.on_corrupt
-""".split()
+FIXED_KEYS = (
+    "seed",
+    "name",
+    "fresh",
+    "paths.root",
+    "prompt",
+    "runs",
+    "train.max_steps",
+    "train.max_tokens",
+    "train.max_minutes",
+    "train.accumulate",
+    "train.clip_norm",
+    "train.log_every_steps",
+    "train.validate_every_steps",
+    "data.path",
+    "data.source",
+    "data.num_lanes",
+    "data.window",
+    "data.vocab_size",
+    "model.num_layers",
+    "model.width",
+    "model.dropout",
+    "model.tie_embeddings",
+    "model.cell.coupled_gates",
+    "model.cell.layer_norm",
+    "model.cell.temporal_residual",
+    "model.cell.recurrence",
+    "model.cell.implementation",
+    "optim.lr",
+    "optim.weight_decay",
+    "schedule.warmup_steps",
+    "schedule.final_lr_fraction",
+    "cluster.devices",
+    "cluster.nodes",
+    "cluster.precision",
+    "cluster.strategy",
+    "checkpoint.load",
+    "checkpoint.every_steps",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_latest",
+    "prepare.on_corrupt",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +121,7 @@ def test_fixed_keys_are_there(key: str) -> None:
         ("++optim.lrr=1", "optim.lrr: no such key; did you mean optim.lr?"),
         ("trian.max_steps=3", "trian.max_steps: no such key; did you mean train.max_steps?"),
         ("lr=3", "lr: no such key; did you mean optim.lr?"),
-        ("+model.cell.coupled_gate=true", "model.cell.coupled_gate: no such key; did you mean model.cell.coupled_gates?"),
+        ("+model.cell.kindd=gru", "model.cell.kindd: no such key; did you mean model.cell.kind?"),
         ("optim.lr=abc", "optim.lr=abc: not of the right type, Float expected"),
         ("model.width=1.5", "model.width=1.5: not of the right type, Integer expected"),
         ("data.num_lanes=null", "data.num_lanes=null: "),
@@ -122,7 +155,7 @@ def test_a_mistake_is_one_line_that_names_it(words: str, line: str) -> None:
     ("words", "line"),
     [
         (("train.max_steps=null", "train.max_minutes=null"), "train.max_steps=null: set at least one of"),
-        (("data.num_lanes=3", "train.accumulate=2", "cluster.devices=2"), "data.num_lanes=3: fewer than one lane a group"),
+        (("data.num_lanes=3", "train.accumulate=2", "cluster.devices=2"), "data.num_lanes=3: fewer than one lane"),
         (("data.source=a.txt", "data.path=b"), "data.source=a.txt and data.path=b: only one"),
         (("model/cell=gru", "model.cell.coupled_gates=true"), "model.cell.coupled_gates=true: a gru's"),
         (("model.cell.implementation=library",), "model.cell.implementation=library: the library has no"),
@@ -136,9 +169,7 @@ def test_settings_that_exclude_each_other_are_refused(words: tuple[str, ...], li
 
 def test_a_command_without_mistakes_is_told_nothing() -> None:
     assert told() == ""
-    assert (
-        told("debug=smoke", "model/cell=gru", "optim.lr=1e-3", "train.max_tokens=1e6".replace("1e6", "1000000")) == ""
-    )
+    assert told("debug=smoke", "model/cell=gru", "optim.lr=1e-3", "train.max_tokens=1000000") == ""
 
 
 def test_a_run_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:

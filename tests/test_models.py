@@ -185,3 +185,18 @@ def test_sizes(num_layers: int, width: int, low: float, high: float) -> None:
 def test_refuses_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ModelConfig(**fields)
+
+
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_narrow_embedding_is_projected_before_the_output_layer(tie_embeddings: bool) -> None:
+    narrow, wide = _model(embedding_width=8, tie_embeddings=tie_embeddings), _model(tie_embeddings=tie_embeddings)
+    assert narrow.embedding.weight.shape == (VOCAB_SIZE, 8)
+    assert narrow.num_parameters() < wide.num_parameters()
+    assert narrow.flops_per_token() < wide.flops_per_token()
+    tokens_BT = _tokens(2, 5)
+    hidden_BTD, _ = narrow(tokens_BT, narrow.initial_state(2))
+    expected = cross_entropy(narrow.logits(hidden_BTD).flatten(0, 1), tokens_BT.flatten(), reduction="sum")
+    total = narrow.loss_sum(hidden_BTD, tokens_BT)
+    torch.testing.assert_close(total, expected)
+    total.backward()
+    assert all(parameter.grad is not None for parameter in narrow.parameters())

@@ -1,6 +1,6 @@
 """The language model: embedding, layers of a cell, output layer with its loss; parameter and operation counts.
 
-Legend: B rows, T time, D width, V vocabulary, N tokens (B * T).
+Legend: B rows, T time, D width, E embedding width, V vocabulary, N tokens (B * T).
 """
 
 from collections.abc import Iterator
@@ -29,6 +29,8 @@ class ModelConfig:
 
     num_layers: int = 1
     width: int = 512
+    # Width of the embedding, and of a projection before the output layer, when smaller than the state's; null: the same.
+    embedding_width: int | None = None
     # Share of units dropped after every layer: one mask a row, the same at every position (Gal and Ghahramani 2016).
     dropout: float = 0.0
     # Share of word types dropped, each at all its positions in a row's window (the same paper, section 4.2).
@@ -40,8 +42,8 @@ class ModelConfig:
     cell: CellConfig = field(default_factory=CellConfig)
 
     def __post_init__(self) -> None:
-        for key in ("num_layers", "width"):
-            if getattr(self, key) < 1:
+        for key in ("num_layers", "width", "embedding_width"):
+            if getattr(self, key) is not None and getattr(self, key) < 1:
                 raise UserError(f"model.{key}={getattr(self, key)}: allowed: 1 or more")
         for key in ("dropout", "embedding_dropout"):
             if not 0.0 <= getattr(self, key) < 1.0:
@@ -61,16 +63,21 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.embedding = nn.Embedding(vocab_size, config.width)
-        layers: list[Cell] = [config.cell.build(config.width, config.width) for _ in range(config.num_layers)]
+        width_in = config.width if config.embedding_width is None else config.embedding_width
+        self.embedding = nn.Embedding(vocab_size, width_in)
+        widths_in = (width_in, *(config.width,) * (config.num_layers - 1))
+        layers: list[Cell] = [config.cell.build(width, config.width) for width in widths_in]
+        self.projection = None if width_in == config.width else nn.Parameter(torch.empty(width_in, config.width))
         self.layers = nn.ModuleList(layers)
         # A tied output layer has no weight of its own, so that no way of loading weights can untie it.
-        self.output_weight = None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, config.width))
+        self.output_weight = None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, width_in))
         self.output_bias = nn.Parameter(torch.zeros(vocab_size))
         # Logits of a normed hidden state start with a variance of one.
-        nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
+        nn.init.normal_(self.embedding.weight, std=width_in**-0.5)
         if self.output_weight is not None:
-            nn.init.normal_(self.output_weight, std=config.width**-0.5)
+            nn.init.normal_(self.output_weight, std=width_in**-0.5)
+        if self.projection is not None:
+            nn.init.xavier_uniform_(self.projection)
 
     def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> ModelState:
         """Zeros for `batch_size` rows, one state a layer."""
@@ -89,7 +96,7 @@ class LanguageModel(nn.Module):
         dropout is on and a row's masks depend on its key only; without, it is off. The train/eval mode has no say.
         """
         # The embedding's entries are small, as the tied output layer needs them; a cell's input wants a variance of one.
-        hidden_BTD = self.embedding(tokens_BT) * self.config.width**0.5
+        hidden_BTD = self.embedding(tokens_BT) * self.embedding.embedding_dim**0.5
         if dropout_keys_B is not None and self.config.embedding_dropout > 0.0:
             hidden_BTD = hidden_BTD * self._word_mask(tokens_BT, dropout_keys_B).unsqueeze(-1)
         new_state = []
@@ -121,16 +128,24 @@ class LanguageModel(nn.Module):
     def _output_weight(self) -> Tensor:
         return self.embedding.weight if self.output_weight is None else self.output_weight
 
+    def _project(self, hidden_BTD: Tensor) -> Tensor:
+        """What the output layer reads, [B, T, E]: the hidden state, projected where the embedding is narrower."""
+        if self.projection is None:
+            return hidden_BTD
+        product = product_dtype(self.projection)
+        return mixed_linear(hidden_BTD, self.projection, product).to(product)
+
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Scores of every next token, [B, T, V], fp32."""
-        weight_VD = self._output_weight()
-        return mixed_linear(hidden_BTD, weight_VD, product_dtype(weight_VD)) + self.output_bias
+        weight_VE = self._output_weight()
+        return mixed_linear(self._project(hidden_BTD), weight_VE, product_dtype(weight_VE)) + self.output_bias
 
     def loss_sum(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """Summed negative log-likelihood, nats, of the targets that are not -100: a scalar, fp32."""
-        weight_VD = self._output_weight()
-        kernel = pick("linear_cross_entropy", hidden_BTD.device.type, product_dtype(weight_VD), "auto")
-        total: Tensor = kernel(hidden_BTD.flatten(0, 1), weight_VD, self.output_bias, targets_BT.flatten())
+        weight_VE = self._output_weight()
+        kernel = pick("linear_cross_entropy", hidden_BTD.device.type, product_dtype(weight_VE), "auto")
+        read_NE = self._project(hidden_BTD).flatten(0, 1)
+        total: Tensor = kernel(read_NE, weight_VE, self.output_bias, targets_BT.flatten())
         return total
 
     def num_parameters(self) -> int:
@@ -144,4 +159,5 @@ class LanguageModel(nn.Module):
         look-up and counts nothing.
         """
         multiplied = sum(layer.matmul_parameters() for layer in self._cells()) + self._output_weight().numel()
+        multiplied += 0 if self.projection is None else self.projection.numel()
         return 3 * 2 * multiplied

@@ -18,13 +18,14 @@ SMALL = (
     "debug=smoke",
     "train.max_steps=50",
     "train.log_every_steps=2",
-    "train.validate_every_steps=25",
+    "train.validate_every_steps=10",
     "checkpoint.every_steps=10",
     "checkpoint.every_minutes=null",
     "model.dropout=0.2",
     "model.embedding_dropout=0.1",
     "cluster.precision=32-true",
     "generate.num_tokens=20",
+    "prompt='The value of'",
 )
 LOSSES = ("train/loss", "val/loss", "test/loss")
 # Nothing of the machine's own may reach a run: neither ranks nor a tracker's key.

@@ -9,7 +9,7 @@ def test_training_with_and_without_validation_is_the_same(straight: Path) -> Non
     outcome = run(straight, *SMALL, "name=unvalidated", "train.validate_every_steps=null")
     assert outcome.exit_code == 0, outcome.output
     without, with_it = losses_of(straight, "unvalidated"), losses_of(straight, "straight")
-    assert ("val/loss", 25) in with_it and ("val/loss", 25) not in without
+    assert ("val/loss", 20) in with_it and ("val/loss", 20) not in without
     train = {key: loss for key, loss in with_it.items() if key[0] == "train/loss"}
     assert len(train) == 25
     assert {key: loss for key, loss in without.items() if key[0] == "train/loss"} == train

@@ -1,5 +1,6 @@
 """When a run ends: by its steps without a look at the clock, or by a landing that is planned once and kept."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,7 +99,7 @@ def test_after_the_landing_begins_the_rate_only_falls_and_arrives(
     landing = Landing(start, start + length)
     factors = [schedule.factor(step, planned_steps, landing) for step in range(start, start + length + 3)]
     assert factors[0] == schedule.factor(start, planned_steps)
-    assert all(later <= earlier + 1e-12 for earlier, later in zip(factors, factors[1:], strict=False))
+    assert all(later <= earlier + 1e-12 for earlier, later in pairwise(factors))
     assert factors[length] == pytest.approx(min(factors[0], final))
     assert factors[-1] == factors[length]
 

@@ -1,4 +1,4 @@
-"""The training step: weighted by tokens over ranks and groups, with a state that is carried and belongs to no module."""
+"""The training step: weighted by tokens over ranks and groups, with a state that is carried and is no module's."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from reprise.models import LanguageModel
 from reprise.runtime import World
 from reprise.training.budget import Budget
 from reprise.training.datamodule import Batch, read_batch
-from reprise.training.language_module import LanguageModule, LaneStates
+from reprise.training.language_module import LaneStates, LanguageModule
 from reprise.training.optim import OptimConfig, ScheduleConfig
 from reprise.training.recovery_state import put_lane_states
 

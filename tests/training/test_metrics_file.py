@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from reprise.evaluation.report import read_curves
-from reprise.training.metrics_file import COLUMNS, LoggerConfig, MetricsFile, check_installed
 from reprise.runtime import UserError
+from reprise.training.metrics_file import COLUMNS, LoggerConfig, MetricsFile, check_installed
 
 
 def row(step: int, kind: str = "train", loss: float = 2.5) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 Shapes: B lanes asked for, T window. The stream of an epoch is the documents, each ending in `<eos>`, in an order that
 depends on (seed, epoch) only. Lane i of L walks the tokens [i*N//L, (i+1)*N//L) of its N tokens. At position p the
-input is token p-1 (`<eos>` before the first) and the target is token p, so every token is predicted exactly once.
+input is token p-1 and the target is token p, so every token is predicted exactly once. Where a lane begins the input is
+`<eos>`, as where a document begins: a model that starts from nothing in the middle of a text, without the token it has
+learned to start from, may not find its way back for thousands of tokens.
 """
 
 from collections.abc import Sequence
@@ -96,6 +98,7 @@ class LaneReader:
         reset_BT = begins_BT[:, 1:] & inside_BT
         if index == 0:
             reset_BT[:, 0] = True
+            tokens_BT[:, 0] = self._eos_id
         return Windows(tokens_BT=tokens_BT, targets_BT=targets_BT, reset_BT=reset_BT)
 
     def num_targets(self, step: int) -> int:

@@ -58,21 +58,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_gradients else None
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=kept) if wants_gradients else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=kept) if wants_gradients else None
+        # One buffer for all chunks: fresh memory of this size costs more in page faults than the arithmetic on it.
+        scores_CV = hidden_ND.new_empty((min(chunk_tokens, hidden_ND.shape[0]), weight_VD.shape[0]), dtype=kept)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             read_CD, targets_C = read_ND[start : start + chunk_tokens], targets_N[start : start + chunk_tokens]
             valid_C = targets_C != IGNORE
             targets_C1 = targets_C.masked_fill(~valid_C, 0).unsqueeze(1)
-            scores_CV = torch.mm(read_CD, read_VD.t()).to(kept).add_(bias_V)
-            scores_CV = torch.log_softmax(scores_CV, dim=-1)
-            total -= scores_CV.gather(1, targets_C1)[:, 0].masked_fill(~valid_C, 0.0).sum()
+            scores_CV = scores_CV[: len(read_CD)]
+            scores_CV.copy_(torch.mm(read_CD, read_VD.t())).add_(bias_V)
+            target_C, largest_C = scores_CV.gather(1, targets_C1)[:, 0], scores_CV.amax(dim=1)
+            torch.softmax(scores_CV, dim=-1, out=scores_CV)
+            # log sum exp from the likeliest word, whose probability cannot underflow as the target's can.
+            nll_C = largest_C - scores_CV.amax(dim=1).log_() - target_C
+            total += nll_C.masked_fill_(~valid_C, 0.0).sum()
             if grad_hidden_ND is None or grad_weight_VD is None or grad_bias_V is None:
                 continue
             # d nll / d logits = probabilities - one at the target, and nothing for an ignored token.
-            grad_CV = scores_CV.exp_()
-            grad_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=kept))
-            grad_CV.masked_fill_(~valid_C.unsqueeze(1), 0.0)
-            grad_bias_V += grad_CV.sum(dim=0)
-            grad_CV = grad_CV.to(product)
+            scores_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=kept))
+            grad_CV = (scores_CV * valid_C.unsqueeze(1)).to(product) if not valid_C.all() else scores_CV.to(product)
+            grad_bias_V += torch.mm(grad_CV.new_ones(1, len(grad_CV)), grad_CV)[0]
             grad_hidden_ND[start : start + chunk_tokens] = torch.mm(grad_CV, read_VD)
             grad_weight_VD += torch.mm(grad_CV.t(), read_CD)
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, grad_bias_V)

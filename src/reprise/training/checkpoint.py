@@ -90,12 +90,12 @@ def save_checkpoint(contents: dict[str, Any], folder: Path, *, step: int, keep_l
             number, f"checkpoint of step {step} not saved, {free_mib:.0f} MiB free: {reason}", str(folder)
         ) from error
     sync_folder(folder)
-    # A file of this step or a later one was found broken, or the run would not be here: it must not outlive a whole one.
-    others = [file for file in list_checkpoints(folder) if file.path != path]
-    earlier = [file for file in others if file.step < step]
-    for file in others:
-        if file not in earlier[: keep_latest - 1]:
-            file.path.unlink(missing_ok=True)
+    # A file of this step or a later one was found broken, or the run would not be here: it goes first.
+    others = [other for other in list_checkpoints(folder) if other.path != path]
+    earlier = [other for other in others if other.step < step]
+    for other in others:
+        if other not in earlier[: keep_latest - 1]:
+            other.path.unlink(missing_ok=True)
     return path
 
 
@@ -122,9 +122,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     except OSError:
         raise
     except Exception as error:
-        # Of a file that is no checkpoint, torch's reader may raise anything.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise BrokenCheckpoint(f"{path}: no checkpoint ({reason})") from error
+        # Of a file that is no checkpoint torch's reader may raise anything, and recommends to run the file's code.
+        raise BrokenCheckpoint("no checkpoint, or one that holds more than plain data and tensors") from error
     return contents
 
 
