@@ -1,7 +1,7 @@
 """The typed schema of every command, checks across its sections, and one clear line for what is wrong.
 
-Each section's dataclass lives beside its user; here they come together. `load` turns Hydra's tree into these dataclasses,
-so that every `__post_init__` has run before any work begins.
+Each section's dataclass lives beside its user; here they come together. `load` turns Hydra's tree into these
+dataclasses, so that every `__post_init__` has run before any work begins.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -37,7 +37,7 @@ from reprise.training.checkpoint import CheckpointConfig
 from reprise.training.metrics_file import LoggerConfig
 from reprise.training.optim import OptimConfig, ScheduleConfig
 
-# What may differ between two commands that mean the same run: it changes where and how often something is written, no number.
+# What may differ between two commands that mean the same run: where and how often something is written, no number.
 _WITHOUT_EFFECT = (
     "name",
     "fresh",
@@ -114,7 +114,7 @@ class Config:
     seed: int = 1
     fresh: bool = False
     prompt: str = ""
-    runs: str = "runs/*"
+    runs: Optional[str] = None
     paths: PathsConfig = field(default_factory=PathsConfig)
     data: DataConfig = field(default_factory=DataConfig)
     prepare: PrepareConfig = field(default_factory=PrepareConfig)
@@ -175,7 +175,7 @@ class Config:
 
 
 def register_schema() -> None:
-    """Give Hydra the types, and `${sweep_id:}`: one id for all jobs of one command, and the same when it is given again."""
+    """Give Hydra the types, and `${sweep_id:}`: one id for all jobs of a command, the same when it is given again."""
     OmegaConf.register_new_resolver("sweep_id", lambda: digest_of({"command": sys.argv[1:]}), replace=True)
     ConfigStore.instance().store(name="schema", node=Config)
 
@@ -241,12 +241,6 @@ def load_saved(run: Path) -> Config:
 def names_section(overrides: Sequence[str], section: str) -> bool:
     """Whether the command itself says something of a section, as `data=ptb`, `data.window=8` or `model/cell=gru` do."""
     return any(re.match(rf"\+?{section}[=./]", override) for override in overrides)
-
-
-def own_name(overrides: Sequence[str], default: str) -> str:
-    """The name the command gives, or the default."""
-    names = [override.removeprefix("name=") for override in overrides if override.startswith("name=")]
-    return names[-1] if names else default
 
 
 def all_keys(node: Any = Config, prefix: str = "") -> list[str]:

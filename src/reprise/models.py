@@ -29,7 +29,7 @@ class ModelConfig:
 
     num_layers: int = 1
     width: int = 512
-    # Width of the embedding, and of a projection before the output layer, when smaller than the state's; null: the same.
+    # Width of the embedding, and of a projection before the output layer, if not the state's; null: the same.
     embedding_width: int | None = None
     # Share of units dropped after every layer: one mask a row, the same at every position (Gal and Ghahramani 2016).
     dropout: float = 0.0
@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
         `reset_BT` (bool): a row's state is zero before that position. `dropout_keys_B` (int64, one a row): with keys,
         dropout is on and a row's masks depend on its key only; without, it is off. The train/eval mode has no say.
         """
-        # The embedding's entries are small, as the tied output layer needs them; a cell's input wants a variance of one.
+        # The embedding's entries are small, as the tied output layer needs them; a cell wants a variance of one.
         hidden_BTD = self.embedding(tokens_BT) * self.embedding.embedding_dim**0.5
         if dropout_keys_B is not None and self.config.embedding_dropout > 0.0:
             hidden_BTD = hidden_BTD * self._word_mask(tokens_BT, dropout_keys_B).unsqueeze(-1)

@@ -225,7 +225,7 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
         elastic_launch(config, entrypoint=sys.executable)(*command)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise RanksFailed(rank, failure.exitcode) from None
+        raise RanksFailed(rank, failure.exitcode, _rank_message(failure.message)) from None
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     finally:
@@ -237,11 +237,27 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
 
 
 class RanksFailed(RuntimeError):
-    """A launched rank ended badly; its own message went to its standard error."""
+    """A launched rank ended badly."""
 
-    def __init__(self, rank: int, exit_code: int) -> None:
-        super().__init__(f"rank {rank} ended with exit code {exit_code}; its message is above")
+    def __init__(self, rank: int, exit_code: int, message: str) -> None:
+        super().__init__(f"rank {rank}: {message}" if message else f"rank {rank} ended with exit code {exit_code}")
         self.exit_code = exit_code
+
+
+def _rank_message(reported: Any) -> str:
+    """What a rank left for its agent: our own report, or nothing of use."""
+    return str(reported["message"]) if isinstance(reported, dict) and "message" in reported else ""
+
+
+def report_failure(error: BaseException) -> None:
+    """Leave the error where the elastic agent that started this rank, if any, looks for it."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not file:
+        return
+    text = str(error).split("\n")[0]
+    message = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    details = {"py_callstack": "", "timestamp": str(int(time.time()))}
+    Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
 
 
 def end_with_launcher() -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
-from reprise.config import Config, TaskConfig, load, load_saved, names_section, open_run, own_name
+from reprise.config import Config, TaskConfig, load, load_saved, names_section, open_run
 from reprise.data.prepare import prepare as prepare_corpus
 from reprise.data.shards import Corpus
 from reprise.evaluation import report as reports
@@ -96,7 +96,9 @@ def evaluate(config: Config, overrides: Sequence[str]) -> Result:
     started = time.monotonic()
     where = config.checkpoint.load
     if where is None:
-        training_config = replace(config, task=TaskConfig("pretrain"), name=own_name(overrides, "pretrain"))
+        # A name of the user's or an experiment's own holds for both; else each task has its own.
+        name = "pretrain" if config.name == config.task.name else config.name
+        training_config = replace(config, task=TaskConfig("pretrain"), name=name)
         pretrain(training_config, overrides)
         where = str(training_config.run_folder().path)
     world = join_world(backend=config.cluster.backend, timeout_s=config.cluster.timeout_s)
@@ -159,7 +161,7 @@ def report(config: Config, overrides: Sequence[str]) -> Result:
     """Curves of one or many runs as PNG, with the numbers behind them."""
     started = time.monotonic()
     with open_run(config, overrides, World()) as run:
-        files = reports.write_report(config.runs, run.path)
+        files = reports.write_report(config.runs or str(Path(config.paths.root) / "runs" / "*"), run.path)
         result = common_result(config, started) | {"files": [str(file) for file in files]}
         run.write_result(result)
     for file in files:
@@ -230,7 +232,11 @@ def load_run(where: str, config: Config, overrides: Sequence[str], world: World)
     model_config = config.model if names_section(overrides, "model") else saved.model
     read_weights(path, model_identity(model_config))
     data = config.data if names_section(overrides, "data") else saved.data
-    chosen = replace(config, model=model_config, data=data)
+    # Scores are taken in the run's own precision, unless this command has a say in it.
+    cluster = config.cluster
+    if not names_section(overrides, "cluster"):
+        cluster = replace(cluster, precision=saved.cluster.precision)
+    chosen = replace(config, model=model_config, data=data, cluster=cluster)
     corpus = shared_corpus(chosen, world)
     model = build_model(chosen, corpus)
     load_weights(model, path, corpus.tokenizer)
@@ -274,7 +280,8 @@ def run_or_launch(config: Config, overrides: Sequence[str], *, command: str, own
     num_ranks = config.cluster.devices if is_ranked else 1
     if num_ranks > 1 and config.cluster.nodes > 1 and not is_rank():
         raise UserError(
-            f"cluster.nodes={config.cluster.nodes}: start it on every node by torchrun --nnodes {config.cluster.nodes} run.py ..."
+            f"cluster.nodes={config.cluster.nodes}: start it on every node, by"
+            f" torchrun --nnodes {config.cluster.nodes} run.py ..."
         )
     if is_rank() or (num_ranks == 1 and not own_process):
         return TASKS[config.task.name](config, overrides)

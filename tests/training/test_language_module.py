@@ -103,8 +103,8 @@ def test_loss_is_the_mean_over_targets(make_model: MakeModel, reader: LaneReader
     logits_NV = model.logits(hidden_BTD).flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits_NV, batch.targets_BT.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, expected)
-    assert module.train_tally.num_tokens == batch.num_targets
-    assert module.train_tally.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert module.log_window.tally.num_tokens == batch.num_targets
+    assert module.log_window.tally.loss == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_state_is_carried_between_windows_and_cut_from_the_gradient(make_model: MakeModel, reader: LaneReader) -> None:

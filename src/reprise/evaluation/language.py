@@ -16,13 +16,18 @@ from reprise.runtime import UserError
 
 
 class Tally:
-    """Sum of negative log-likelihoods and the count of tokens behind it; a mean is taken once, at the end, over all ranks."""
+    """Sum of negative log-likelihoods and the tokens behind it; one mean is taken, at the end, over all ranks."""
 
-    def __init__(self) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64)
+    def __init__(self, sums: Tensor | None = None) -> None:
+        self._sums = torch.zeros(2, dtype=torch.float64) if sums is None else sums.clone()
+
+    @property
+    def sums(self) -> Tensor:
+        """The two sums as plain data, to save and to start from again: [2] fp64, on the CPU."""
+        return self._sums.detach().cpu().clone()
 
     def add(self, nll_sum: Tensor, num_tokens: int) -> None:
-        """Count `num_tokens` predictions whose nats add up to `nll_sum`; stays on its device, without waiting for it."""
+        """Count `num_tokens` predictions whose nats add up to `nll_sum`, on its device and without waiting for it."""
         self._sums = self._sums.to(nll_sum.device)
         self._sums[0] += nll_sum.double()
         self._sums[1] += num_tokens

@@ -39,7 +39,7 @@ class SweepTable:
 
     @contextmanager
     def job(self, overrides: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Around one job: its row says "running", then "finished" with what it put into the yielded record, or "failed".
+        """Around one job: its row says "running", then "finished" with what it put into the record, or "failed".
 
         The record takes the job's result under its metric names, and its folder under "run".
 

@@ -56,8 +56,8 @@ def lstm(
     """LSTM with coupled gates, layer norm and temporal residual as switches: shapes, equations in `reference.lstm`."""
     options = _Options(product_dtype(weights.recurrent_GD), coupled_gates)
     with torch.autocast(x_BTE.device.type, enabled=False):
-        y_BTD, hidden_BD, cell_BD = _Lstm.apply(x_BTE, *state, reset_BT, *weights, options)  # type: ignore[no-untyped-call]
-    return y_BTD, (hidden_BD, cell_BD)
+        y_BTD, *last = _Lstm.apply(x_BTE, *state, reset_BT, *weights, options)  # type: ignore[no-untyped-call]
+    return y_BTD, tuple(last)
 
 
 def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:

@@ -25,7 +25,7 @@ State = tuple[Tensor, ...]
 
 
 class LstmWeights(NamedTuple):
-    """Gates in the order o, f, i, z; coupled gates have no i. No norm: its pair is None. No temporal residual: no skip."""
+    """Gates in the order o, f, i, z; coupled gates have no i. The norm's pair and the skip are None when off."""
 
     input_GE: Tensor
     recurrent_GD: Tensor

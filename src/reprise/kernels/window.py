@@ -54,7 +54,7 @@ class Norm(NamedTuple):
 
 
 class Skip:
-    """The temporal residual: a learned share of the previous hidden state in the update, nothing where there is none."""
+    """The temporal residual: a learned share of the previous hidden state in the update, or nothing."""
 
     def __init__(self, scale_D: Tensor | None, kept: torch.dtype) -> None:
         self.is_on = scale_D is not None

@@ -59,9 +59,9 @@ class Landing:
 class Budget:
     """Decides when training ends.
 
-    A run whose steps fit into `max_minutes` ends at its planned step and never looks at the clock. One that would run out
-    of time plans its end from the speed seen so far, once, and anneals until there: a run on a slow machine ends with a
-    low learning rate too. That plan is state, so a resumed run keeps it.
+    A run whose steps fit into `max_minutes` ends at its planned step and never looks at the clock. One that would run
+    out of time plans its end from the speed seen so far, once, and anneals until there: a run on a slow machine ends
+    with a low learning rate too. That plan is state, so a resumed run keeps it.
     """
 
     def __init__(self, planned_steps: int | None, max_minutes: float | None) -> None:

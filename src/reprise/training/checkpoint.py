@@ -1,7 +1,7 @@
 """Checkpoint files: complete, atomic, verified by digest, never trusted with code.
 
-A checkpoint's name holds its step and the digest of its bytes, `step_00001200-3f2a....ckpt`, so one rename publishes both
-and a torn or tampered file is told from a whole one by reading it.
+A checkpoint's name holds its step and the digest of its bytes, `step_00001200-3f2a....ckpt`, so one rename publishes
+both and a torn or tampered file is told from a whole one by reading it.
 """
 
 import errno
@@ -141,7 +141,8 @@ def find_checkpoint(where: str) -> Path:
     newest = newest_whole_checkpoint(path / "checkpoints")
     if newest is None:
         raise UserError(
-            f"checkpoint.load={where}: no whole checkpoint under {path / 'checkpoints'}; give a folder like runs/<name>/<digest>"
+            f"checkpoint.load={where}: no whole checkpoint under {path / 'checkpoints'};"
+            " give a folder like runs/<name>/<digest>"
         )
     return newest.path
 

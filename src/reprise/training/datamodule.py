@@ -38,7 +38,7 @@ class Batch:
 
 
 class _Windows(IterableDataset[Batch]):
-    """Batches of steps `first_step` to `end_step` (exclusive; None never ends), the groups of a step one after the other."""
+    """Batches of steps `first_step` to `end_step` (exclusive; None: for ever), a step's groups one after the other."""
 
     def __init__(self, reader: LaneReader, groups: list[range], *, first_step: int, end_step: int | None) -> None:
         self.reader = reader

@@ -4,6 +4,8 @@ B this rank's lanes of one accumulation group, T window, D width.
 """
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning.pytorch as lightning
@@ -21,7 +23,7 @@ from reprise.training.optim import OptimConfig, ScheduleConfig
 
 
 class LaneStates:
-    """Hidden state of this rank's lanes: plain fp32 tensors, no module buffer (DDP would overwrite it with rank 0's)."""
+    """Hidden state of this rank's lanes: plain fp32 tensors, no buffer (DDP would overwrite it with rank 0's)."""
 
     def __init__(self, lanes: range, state: ModelState) -> None:
         self.lanes = lanes
@@ -48,6 +50,26 @@ class LaneStates:
         start = first_lane - self.lanes.start
         assert start >= 0 and start + num_lanes <= len(self.lanes)
         return slice(start, start + num_lanes)
+
+
+@dataclass
+class LogWindow:
+    """What this rank saw since the last log step. Part of a checkpoint: a resumed run logs what a straight one logs."""
+
+    tally: Tally = field(default_factory=Tally)
+    num_resets: int = 0
+    num_clipped: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"tally": self.tally.sums, "num_resets": self.num_resets, "num_clipped": float(self.num_clipped)}
+
+    @classmethod
+    def joined(cls, ranks: Sequence[dict[str, Any]]) -> "LogWindow":
+        """One window from those of several ranks: counts of lanes add up, every rank clips the same gradient."""
+        if not ranks:
+            return cls()
+        tally = Tally(sum(rank["tally"] for rank in ranks))
+        return cls(tally, sum(rank["num_resets"] for rank in ranks), torch.tensor(ranks[0]["num_clipped"]))
 
 
 class LanguageModule(lightning.LightningModule):
@@ -89,11 +111,9 @@ class LanguageModule(lightning.LightningModule):
         self.seed = seed
         self.identity = identity
         self.skipped_steps = 0
-        self.num_resets = 0
         self.grad_norm = torch.zeros(())
-        self.num_clipped = torch.zeros(())
+        self.log_window = LogWindow()
         self.batch_started_s = 0.0
-        self.train_tally = Tally()
         self.eval_tally = Tally()
         self.eval_state: ModelState | None = None
         self.train_states: LaneStates | None = None
@@ -111,10 +131,10 @@ class LanguageModule(lightning.LightningModule):
         hidden_BTD, state = self.model(batch.tokens_BT, state, batch.reset_BT, keys_B)
         self.train_states.put(batch.first_lane, num_lanes, state)
         nll_sum = self.model.loss_sum(hidden_BTD, batch.targets_BT)
-        self.train_tally.add(nll_sum.detach(), batch.num_own_targets)
-        self.num_resets += batch.num_resets
-        # A step's loss is a sum over ranks and groups divided by the step's targets, but DDP takes the mean over ranks and
-        # Lightning over groups.
+        self.log_window.tally.add(nll_sum.detach(), batch.num_own_targets)
+        self.log_window.num_resets += batch.num_resets
+        # A step's loss is a sum over ranks and groups divided by the step's targets, but DDP takes the mean over ranks
+        # and Lightning over groups.
         return nll_sum * (self.world.size * self.accumulate / batch.num_targets)
 
     def _dropout_keys(self, step: int, first_lane: int, num_lanes: int) -> Tensor:
@@ -145,10 +165,11 @@ class LanguageModule(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip by the global L2 norm of the unscaled gradients and keep that norm, which Lightning's own way throws away."""
+        """Clip by the global L2 norm of the unscaled gradients and keep that norm, which Lightning throws away."""
         limit = float("inf") if gradient_clip_val is None else float(gradient_clip_val)
         self.grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
-        self.num_clipped = self.num_clipped.to(self.grad_norm.device) + (self.grad_norm > limit)
+        window = self.log_window
+        window.num_clipped = window.num_clipped.to(self.grad_norm.device) + (self.grad_norm > limit)
 
     def on_validation_epoch_start(self) -> None:
         self._start_evaluation()

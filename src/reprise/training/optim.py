@@ -35,7 +35,7 @@ class OptimConfig:
 
         Args:
             model: its parameters are taken in name order, so that optimizer state means the same in every process.
-            fused: one kernel for all parameters; not with a gradient scaler, which fused AdamW would bypass for clipping.
+            fused: one kernel for all parameters; not with a gradient scaler, where clipping comes between.
         """
         named = sorted(model.named_parameters())
         matrices = [parameter for _, parameter in named if parameter.dim() >= 2]

@@ -1,4 +1,4 @@
-"""What Lightning's checkpoint leaves out and exact resume needs: lane states, generators, the budget, and clean counters."""
+"""What exact resume needs and Lightning's checkpoint lacks: lane states, generators, the budget, clean counters."""
 
 import random
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ def add(checkpoint: dict[str, Any], module: "LanguageModule") -> None:
             for layer in module.train_states.take(module.lanes.start, len(module.lanes))
         ],
         "generators": _generators(),
+        "log_window": module.log_window.state_dict(),
     }
     ranks = _gather(own, module)
     step = module.trainer.global_step
@@ -36,6 +37,8 @@ def add(checkpoint: dict[str, Any], module: "LanguageModule") -> None:
         "budget": module.budget.state_dict(),
         "lane_states": _join_lanes(ranks),
         "generators": [rank["generators"] for rank in ranks],
+        "log_windows": [rank["log_window"] for rank in ranks],
+        "precision": module.trainer.precision,
     }
     _set_progress(checkpoint["loops"]["fit_loop"], step=step, batches=step * module.accumulate)
 
@@ -51,6 +54,8 @@ def restore(checkpoint: dict[str, Any], module: "LanguageModule") -> None:
     module.skipped_steps = state["skipped_steps"]
     module.budget.load_state_dict(state["budget"])
     module.loaded_states = state["lane_states"]
+    # Summed over ranks at the next log step, so one rank takes it all, however many there were and are.
+    module.log_window = type(module.log_window).joined(state["log_windows"] if module.world.rank == 0 else [])
     if module.world.rank < len(state["generators"]):
         _set_generators(state["generators"][module.world.rank])
 
@@ -60,7 +65,8 @@ def check_identity(saved: dict[str, Any], expected: dict[str, Any], *, where: st
     for key, value in expected.items():
         if saved.get(key) != value:
             raise UserError(
-                f"{where}: saved with {key}={saved.get(key)}, this run has {key}={value}; it is the checkpoint of another model"
+                f"{where}: saved with {key}={saved.get(key)}, this run has {key}={value};"
+                " it is the checkpoint of another model"
             )
 
 
@@ -120,8 +126,8 @@ def _set_generators(state: dict[str, Any]) -> None:
 def _set_progress(fit_loop: dict[str, Any], *, step: int, batches: int) -> None:
     """Make Lightning's counters say `batches` done, wherever in its loop the checkpoint was taken.
 
-    A save before, inside or after a batch leaves them in different states, and each resumes differently: after some of them
-    validation is left out once or the accumulation is off by a batch.
+    A save before, inside or after a batch leaves them in different states, and each resumes differently: after some of
+    them validation is left out once or the accumulation is off by a batch.
     """
     progress = fit_loop["epoch_loop.batch_progress"]
     for scope in ("total", "current"):

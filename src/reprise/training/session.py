@@ -25,6 +25,7 @@ from reprise.training.datamodule import LaneDataModule
 from reprise.training.language_module import LanguageModule
 from reprise.training.loggers import finish_loggers
 from reprise.training.optim import OptimConfig, ScheduleConfig
+from reprise.training.recovery_state import KEY
 from reprise.training.trainer import build_trainer, effective_precision
 
 # What a process killed by SIGTERM returns by custom; a scheduler then knows that the run is not finished.
@@ -123,7 +124,7 @@ class Session:
             plan += f", at most {self.budget.max_seconds / 60:g} minutes"
         lines = {
             "run": str(self.run.path),
-            "model": f"{parameters:,} parameters, {parameters - model.embedding.weight.numel():,} without the embedding",
+            "model": f"{parameters:,} parameters, {parameters - model.embedding.weight.numel():,} without embedding",
             "corpus": f"{corpus.folder.name}: {tokens:,} training tokens, vocabulary {corpus.tokenizer.vocab_size:,}",
             "batch": f"{settings.data.num_lanes} lanes x {settings.data.window} = {step_tokens:,} tokens a step,"
             f" {self.world.size} rank(s) x {settings.train.accumulate} group(s)",
@@ -153,6 +154,9 @@ class Session:
 
     def score(self, split: str) -> dict[str, float]:
         """Scores of a whole split ("val" or "test") over all ranks, with the state carried from window to window."""
+        known = self.throughput.val_scores
+        if split == "val" and known is not None and known[0] == self.trainer.global_step > 0:
+            return known[1]
         # 0 where training does not validate, which would also leave out this pass.
         self.trainer.limit_val_batches = 1.0
         if split == "test":
@@ -184,6 +188,9 @@ class Session:
         """A run killed between its last step and its result has only the scores left to do."""
         contents = load_checkpoint(newest.path)
         self.module.on_load_checkpoint(contents)
+        precision = contents[KEY]["precision"]
+        if precision != self.precision:
+            say(f"this run was saved in {precision} and goes on in {self.precision}: its weights will not be the same")
         if not self.budget.is_over(newest.step, self.budget.elapsed_s()):
             return False
         self.module.load_state_dict(contents["state_dict"])

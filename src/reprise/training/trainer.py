@@ -1,4 +1,4 @@
-"""Lightning's Trainer as this project uses it: ranks come from outside, checkpoints are ours, nothing is decided silently."""
+"""Lightning's Trainer as used here: ranks come from outside, checkpoints are ours, nothing is decided silently."""
 
 import logging
 import warnings
@@ -20,7 +20,7 @@ from reprise.runtime import RunFolder, UserError, World, say
 from reprise.training.budget import TrainConfig
 from reprise.training.checkpoint import load_checkpoint, save_checkpoint
 
-# What Lightning warns of that is meant here: our loaders read memory maps, resume by step, and ranks come from an agent.
+# What Lightning warns of and is meant: our loaders read memory maps, resume by step, and ranks come from an agent.
 _EXPECTED_WARNINGS = (
     ".*does not have many workers.*",
     ".*`IterableDataset` has `__len__` defined.*",
@@ -35,7 +35,7 @@ _EXPECTED_WARNINGS = (
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning's file access through `training/checkpoint.py`; the stock one copies across file systems without fsync."""
+    """Lightning's files through `training/checkpoint.py`; the stock one copies across file systems without fsync."""
 
     def __init__(self, keep_latest: int) -> None:
         self.keep_latest = keep_latest
@@ -60,7 +60,8 @@ def effective_precision(cluster: ClusterConfig) -> str:
         return "bf16-mixed" if _cpu_multiplies_bf16() else "32-true"
     if cluster.accelerator == "cpu" and cluster.precision == "16-mixed":
         say(
-            "cluster.precision=16-mixed: a CPU has no fp16 training in Lightning; this run uses bf16-mixed, without loss scaling"
+            "cluster.precision=16-mixed: Lightning has no fp16 training on a CPU;"
+            " this run uses bf16-mixed, without loss scaling"
         )
         return "bf16-mixed"
     return cluster.precision

@@ -16,7 +16,7 @@ MAX_SKIPPED_IN_A_ROW = 40
 
 
 class GradientMonitor(lightning.Callback):
-    """`optim/update_ratio` (norm of the update over norm of the weights) on log steps; the loss scale and skipped steps."""
+    """`optim/update_ratio` (norm of the update over norm of the weights) on log steps; loss scale and skipped steps."""
 
     def __init__(self, metrics: StepMetrics) -> None:
         self.metrics = metrics
@@ -63,7 +63,8 @@ class GradientMonitor(lightning.Callback):
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"cluster.precision=16-mixed: {self._skipped_in_a_row} steps in a row overflowed, the last at step"
-                f" {trainer.global_step} with loss scale {scale:g}; try cluster.precision=bf16-mixed or a lower optim.lr"
+                f" {trainer.global_step} with loss scale {scale:g}; try cluster.precision=bf16-mixed or a lower"
+                " optim.lr"
             )
 
 

@@ -25,7 +25,7 @@ class StopSignal:
         self.received = False
 
     def install(self) -> None:
-        """Take SIGTERM from Lightning, whose own handler runs a collective: a rank that is told alone waits for ever."""
+        """Take SIGTERM from Lightning, whose handler runs a collective: a rank that is told alone waits for ever."""
         signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -35,8 +35,8 @@ class StopSignal:
 class Recovery(lightning.Callback):
     """Saves by steps and by minutes, ends the run by its budget, and saves and stops on SIGTERM.
 
-    A checkpoint is written where the next step begins, after the validation of the last one, so a resumed run repeats or
-    skips neither. Nothing is saved while an exception unwinds: that would be a collective the other ranks never join.
+    A checkpoint is written where the next step begins, after the validation of the last one, so a resumed run repeats
+    or skips neither. Nothing is saved while an exception unwinds: saving is a collective, and the others never join it.
     """
 
     def __init__(self, run: RunFolder, settings: CheckpointConfig, stop_signal: StopSignal) -> None:
@@ -80,7 +80,7 @@ class Recovery(lightning.Callback):
         if module.world.size == 1 or step % AGREE_EVERY_STEPS == 0:
             self._decide(trainer, module, step)
         elif module.budget.last_step is not None and step >= module.budget.last_step:
-            trainer.should_stop = True
+            _end_here(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, LanguageModule)
@@ -111,7 +111,7 @@ class Recovery(lightning.Callback):
         self.save_due = self.save_due or bool(save)
         self.interrupted = bool(stop)
         if stop or over:
-            trainer.should_stop = True
+            _end_here(trainer)
 
     def _save(self, trainer: lightning.Trainer) -> None:
         started = time.monotonic()
@@ -121,3 +121,8 @@ class Recovery(lightning.Callback):
         self.saved_step, self.saved_at_s, self.save_due = step, time.monotonic(), False
         self.save_seconds += self.saved_at_s - started
         self.run.event("checkpoint", step=step, seconds=round(self.saved_at_s - started, 3))
+
+
+def _end_here(trainer: lightning.Trainer) -> None:
+    """End the fit after this step. `should_stop` would first validate, which a process told to stop has no time for."""
+    trainer.fit_loop.epoch_loop.max_steps = trainer.global_step

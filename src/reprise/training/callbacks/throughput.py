@@ -9,10 +9,10 @@ import lightning.pytorch as lightning
 import torch
 
 from reprise.data.lanes import LaneReader
-from reprise.evaluation.language import Tally, language_scores, perplexity
+from reprise.evaluation.language import language_scores, perplexity
 from reprise.runtime import say
 from reprise.training.datamodule import Batch, LaneDataModule
-from reprise.training.language_module import LanguageModule
+from reprise.training.language_module import LanguageModule, LogWindow
 
 
 class StepMetrics:
@@ -29,8 +29,8 @@ class StepMetrics:
 class ThroughputMonitor(lightning.Callback):
     """Logs every `every_steps` optimizer steps and after each validation.
 
-    Speed is an average over the log window with validation and saving taken out. Loss is the sum over the window's tokens
-    on all ranks divided by their number.
+    Speed is an average over the log window with validation and saving taken out. Loss is the sum over the window's
+    tokens on all ranks divided by their number.
     """
 
     def __init__(self, metrics: StepMetrics, *, flops_per_token: int) -> None:
@@ -38,15 +38,14 @@ class ThroughputMonitor(lightning.Callback):
         self.flops_per_token = flops_per_token
         self.last_loss = math.nan
         self.last_scores: dict[str, float] = {}
+        # The step of the last validation and what it found.
+        self.val_scores: tuple[int, dict[str, float]] | None = None
         self.tokens_per_s = math.nan
-        self.total_tokens = 0
-        self._wait_s = 0.0
-        self._busy_s = 0.0
-        self._batch_ended_s = 0.0
+        self._clear_clocks()
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
-        self._clear_window(module)
-        self._batch_ended_s = time.perf_counter()
+        # Only the clocks: the counts of a window that a checkpoint cut in two go on.
+        self._clear_clocks()
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, module: lightning.LightningModule, batch: Batch, batch_index: int
@@ -65,6 +64,8 @@ class ThroughputMonitor(lightning.Callback):
         assert isinstance(module, LanguageModule)
         self._batch_ended_s = time.perf_counter()
         self._busy_s += self._batch_ended_s - module.batch_started_s
+        self._own_tokens += batch.num_own_targets
+        self._num_batches += 1
         if (batch_index + 1) % trainer.accumulate_grad_batches or not self.metrics.is_log_step(trainer.global_step):
             return
         values = self._window_metrics(trainer, module)
@@ -72,11 +73,12 @@ class ThroughputMonitor(lightning.Callback):
         self.metrics.values = {}
         log_everywhere(trainer, values)
         say(self._line(module, values))
-        self._clear_window(module)
-        self._batch_ended_s = time.perf_counter()
+        module.log_window = LogWindow()
+        self._clear_clocks()
 
     def on_validation_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self._log_scores(trainer, module, "val")
+        self.val_scores = (trainer.global_step, self.last_scores)
 
     def on_test_end(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         self._log_scores(trainer, module, "test")
@@ -96,24 +98,26 @@ class ThroughputMonitor(lightning.Callback):
 
     def _window_metrics(self, trainer: lightning.Trainer, module: LanguageModule) -> dict[str, float]:
         window_s = self._wait_s + self._busy_s
-        module.train_tally.reduce(module.device)
-        tokens = module.train_tally.num_tokens
-        self.last_loss = module.train_tally.loss
-        self.tokens_per_s = tokens / window_s
+        window = module.log_window
+        window.tally.reduce(module.device)
+        self.last_loss = window.tally.loss
+        # Of the batches this process timed, which after a resume are not the whole window.
+        timed_steps = self._num_batches / trainer.accumulate_grad_batches
         steps = self.metrics.every_steps
+        self.tokens_per_s = self._own_tokens * module.world.size / window_s
         values = progress_metrics(trainer, module, lane_datamodule(trainer))
         values |= {
             "train/loss": self.last_loss,
             "train/ppl": perplexity(self.last_loss),
             "optim/lr": trainer.optimizers[0].param_groups[0]["lr"],
             "optim/grad_norm": float(module.grad_norm),
-            "optim/clip_frac": float(module.num_clipped) / steps,
+            "optim/clip_frac": float(window.num_clipped) / steps,
             "perf/tokens_per_s": self.tokens_per_s,
-            "perf/step_ms": 1000 * window_s / steps,
+            "perf/step_ms": 1000 * window_s / timed_steps,
             "perf/data_wait_pct": 100 * self._wait_s / window_s,
             "perf/tflops": self.tokens_per_s * self.flops_per_token / 1e12,
             "mem/max_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
-            "rnn/state_resets": float(module.num_resets),
+            "rnn/state_resets": float(window.num_resets),
         }
         if torch.cuda.is_available():
             values["mem/max_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -124,12 +128,10 @@ class ThroughputMonitor(lightning.Callback):
             values["rnn/c_norm"] = sum(layer[1] for layer in norms) / len(norms)
         return values
 
-    def _clear_window(self, module: lightning.LightningModule) -> None:
-        assert isinstance(module, LanguageModule)
-        module.train_tally = Tally()
-        module.num_resets = 0
-        module.num_clipped = torch.zeros(())
+    def _clear_clocks(self) -> None:
         self._wait_s = self._busy_s = 0.0
+        self._own_tokens = self._num_batches = 0
+        self._batch_ended_s = time.perf_counter()
 
     def _line(self, module: LanguageModule, values: dict[str, float]) -> str:
         step, last_step = int(values["progress/step"]), module.budget.last_step
