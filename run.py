@@ -13,11 +13,10 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from reprise import config, tasks
-from reprise.runtime import RanksFailed, UserError, end_with_launcher, report_failure
+from reprise.runtime import LAUNCHED, RanksFailed, UserError, end_with_launcher, report_failure
 
-# What a full or closed disk says; the user can mend it, and a traceback would not help.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-
+# What a full or closed disk says (EIO where torch's writer hides it); the user can mend it, a traceback would not help.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
 
 is_composed = False
 
@@ -39,7 +38,8 @@ def main(tree: DictConfig) -> float | None:
         report_failure(error)
         # A sweep goes on to its next job; a single run ends here, before Hydra adds lines of its own.
         if not is_sweep and is_for_the_user(error):
-            sys.exit(f"error: {error}")
+            # Whoever launched this rank says what it reported.
+            sys.exit(1 if LAUNCHED in os.environ else f"error: {error}")
         raise
 
 

@@ -123,6 +123,7 @@ def test_fixed_keys_are_there(key: str) -> None:
         ("lr=3", "lr: no such key; did you mean optim.lr?"),
         ("+model.cell.kindd=gru", "model.cell.kindd: no such key; did you mean model.cell.kind?"),
         ("optim.lr=abc", "optim.lr=abc: not of the right type, Float expected"),
+        ("optim={lr: abc}", "optim={lr: abc}: not of the right type, Float expected"),
         ("model.width=1.5", "model.width=1.5: not of the right type, Integer expected"),
         ("data.num_lanes=null", "data.num_lanes=null: "),
         ("fresh=maybe", "fresh=maybe: "),
@@ -165,6 +166,37 @@ def test_settings_that_exclude_each_other_are_refused(words: tuple[str, ...], li
     message = told(*words)
     assert message.startswith(line)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("train=five_minutes", "train.max_steps=abc"), "train.max_steps=abc: not of the right type"),
+        (("sweep=cells", "optim.lrr=1"), "optim.lrr: no such key"),
+        (("sweep=cells", "hydra.sweeper.paramz=1"), "Could not override 'hydra.sweeper.paramz'"),
+    ],
+)
+def test_a_mistake_is_not_put_on_another_word_of_the_command(words: tuple[str, ...], line: str) -> None:
+    assert told(*words).startswith(line)
+
+
+@pytest.mark.parametrize(("option", "devices"), [("one_gpu", 1), ("gpus", 8)])
+def test_gpus_that_are_not_there_are_missed_before_any_work(
+    option: str, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices - 1)
+    assert told(f"cluster={option}").startswith(f"cluster.accelerator=gpu: {devices - 1} GPUs here")
+    assert told(f"cluster={option}", "task=report") == ""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert told(f"cluster={option}") == ""
+
+
+def test_a_rank_refuses_to_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="no torchrun"):
+        tasks.start(compose("config", ["debug=smoke"]), ["debug=smoke"], command="run.py", sweep=str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_command_without_mistakes_is_told_nothing() -> None:

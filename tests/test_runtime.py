@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,16 @@ def test_only_rank_zero_speaks(
 
 def test_one_rank_decides_for_itself() -> None:
     assert from_rank_zero(lambda: {"step": 3}, World()) == {"step": 3}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the signal for it")
+def test_a_rank_lives_as_long_as_its_launcher_whatever_number_that_has() -> None:
+    words = [sys.executable, "-c", "from reprise.runtime import end_with_launcher as end; end(); print('alive')"]
+    # The launcher is the parent; any other number is one that is gone, and the rank has got another parent.
+    for launcher, output, exit_code in ((os.getpid(), "alive\n", 0), (1, "", -signal.SIGKILL)):
+        environment = os.environ | {runtime.LAUNCHED: str(launcher)}
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True)
+        assert (ended.stdout, ended.returncode) == (output, exit_code)
 
 
 PLAIN = st.recursive(

@@ -274,15 +274,14 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
         wanted = match[1].rpartition("/")[2]
         return f"{match[2]}={wanted}: no such option{_nearest(wanted, options)}; one of {', '.join(options)}"
     for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        if key not in all_keys() and "/" not in key and not key.startswith("hydra.") and key in text:
+        key = override.lstrip("+~").partition("=")[0]
+        if key not in all_keys() and "/" not in key and not key.startswith("hydra.") and f"'{key}'" in text:
             return unknown_key(key)
-        if "could not be converted" in text and key in text:
-            expected = re.search(r"converted to (\w+)", text)
-            return f"{key}={value}: not of the right type{f', {expected[1]} expected' if expected else ''}"
     if str(error).startswith("Error merging override ") and error.__cause__ is not None:
-        reason = str(error.__cause__).splitlines()[0]
-        return f"{str(error).removeprefix('Error merging override ')}: {reason}"
+        override, reason = str(error).removeprefix("Error merging override "), str(error.__cause__).splitlines()[0]
+        if expected := re.search(r"could not be converted to (\w+)", reason):
+            reason = f"not of the right type, {expected[1]} expected"
+        return f"{override}: {reason}"
     return _one_line(error)
 
 
@@ -298,6 +297,6 @@ def _nearest(word: str, words: Sequence[str]) -> str:
         # The section may be right and the last part far off.
         leaves = {name.rpartition(".")[2]: name for name in words}
         close = [
-            leaves[leaf] for leaf in difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.5)
+            leaves[leaf] for leaf in difflib.get_close_matches(word.rpartition(".")[2], list(leaves), n=1, cutoff=0.6)
         ]
     return f"; did you mean {close[0]}?" if close else ""

@@ -6,12 +6,14 @@ import fcntl
 import hashlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,7 +88,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` survive a power cut."""
+    """Put a folder's own entries on disk, so that a rename inside it survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -198,7 +200,7 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
         RanksFailed: a rank ended with a non-zero exit code; the other ranks have been ended too.
         SystemExit: this process was told to stop, has told its ranks, and they have ended.
     """
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -208,10 +210,13 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, available_cores() // num_ranks))),
     }
+    # The agent would leave a folder of its own behind: it holds what a rank reports on its end, and nothing after it.
+    reports = tempfile.TemporaryDirectory(prefix="reprise_ranks_", ignore_cleanup_errors=True)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
+        logs_specs=DefaultLogsSpecs(log_dir=reports.name),
         run_id=f"reprise-{os.getpid()}-{time.time_ns()}",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -219,6 +224,8 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
         max_restarts=0,
         monitor_interval=0.2,
     )
+    # What the agent logs of a failed rank is in `RanksFailed`.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     saved = {key: os.environ.get(key) for key in environment}
     os.environ.update(environment)
     try:
@@ -229,6 +236,7 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
     except SignalException as stopped:
         raise SystemExit(128 + stopped.sigval) from None
     finally:
+        reports.cleanup()
         for key, value in saved.items():
             if value is None:
                 del os.environ[key]
@@ -240,7 +248,7 @@ class RanksFailed(RuntimeError):
     """A launched rank ended badly."""
 
     def __init__(self, rank: int, exit_code: int, message: str) -> None:
-        super().__init__(f"rank {rank}: {message}" if message else f"rank {rank} ended with exit code {exit_code}")
+        super().__init__(message or f"rank {rank} ended with exit code {exit_code}")
         self.exit_code = exit_code
 
 
@@ -255,7 +263,9 @@ def report_failure(error: BaseException) -> None:
     if not file:
         return
     text = str(error).split("\n")[0]
-    message = text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    # What the user can mend is the same on every rank; for the rest it helps to know whose traceback to read.
+    rank = World.from_environment().rank
+    message = text if isinstance(error, UserError) else f"rank {rank}: {type(error).__name__}: {text}"
     details = {"py_callstack": "", "timestamp": str(int(time.time()))}
     Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
 
@@ -266,7 +276,8 @@ def end_with_launcher() -> None:
         return
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # The launcher died before the line above.
+    # The launcher died before the line above. Its id is compared, since in a container it may itself be process 1.
+    if os.getppid() != int(os.environ[LAUNCHED]):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -286,15 +297,38 @@ def join_world(*, backend: str, timeout_s: float) -> World:
 
     world = World.from_environment()
     if world.size > 1 and not torch.distributed.is_initialized():
+        if backend == "nccl":
+            # The first collectives come before Lightning gives each rank its GPU, and would all meet on GPU 0.
+            torch.cuda.set_device(world.local_rank)
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return world
 
 
-def from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
-    """Rank 0 decides (and may touch files meanwhile), every rank gets what it decided, plain picklable data."""
+def leave_world() -> None:
+    """Leave the process group, if any, when no rank waits in it: torch may abort a process that ends inside of one."""
     import torch
 
-    decided = [decide() if world.rank == 0 else None]
-    if world.size > 1:
-        torch.distributed.broadcast_object_list(decided, src=0)
-    return cast(Decision, decided[0])
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def from_rank_zero(decide: Callable[[], Decision], world: World) -> Decision:
+    """Rank 0 decides (and may touch files meanwhile), every rank gets what it decided, plain picklable data.
+
+    Raises:
+        UserError: on every rank, when rank 0 raised it, so that none is left waiting for an answer.
+    """
+    import torch
+
+    if world.size == 1:
+        return decide()
+    answer: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            answer[0] = decide()
+        except UserError as error:
+            answer[1] = str(error)
+    torch.distributed.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return cast(Decision, answer[0])

@@ -26,6 +26,7 @@ from reprise.runtime import (
     is_rank,
     join_world,
     launch_ranks,
+    leave_world,
     package_versions,
     say,
 )
@@ -255,6 +256,9 @@ def start(tree: DictConfig, overrides: Sequence[str], *, command: str, sweep: st
     Returns:
         The sweep objective, validation loss, where the task has one.
     """
+    if sweep is not None and is_rank():
+        # A job that fails on one rank would leave the others behind in its collectives while that rank goes on.
+        raise UserError("-m starts the ranks of every job itself: python run.py -m ... cluster.devices=2, no torchrun")
     if sweep is None:
         result = run_or_launch(load(tree), overrides, command=command, own_process=False)
     else:
@@ -284,11 +288,18 @@ def run_or_launch(config: Config, overrides: Sequence[str], *, command: str, own
             f" torchrun --nnodes {config.cluster.nodes} run.py ..."
         )
     if is_rank() or (num_ranks == 1 and not own_process):
-        return TASKS[config.task.name](config, overrides)
+        try:
+            result = TASKS[config.task.name](config, overrides)
+        except (UserError, SystemExit):
+            # Every rank raises it, after the last collective it has begun.
+            leave_world()
+            raise
+        leave_world()
+        return result
     launch_ranks([command, *overrides], num_ranks=num_ranks)
-    result = config.run_folder().result()
-    assert result is not None, "ranks that end well leave a result"
-    return result
+    left = config.run_folder().result()
+    assert left is not None, "ranks that end well leave a result"
+    return left
 
 
 def check(config: Config) -> None:
@@ -300,6 +311,8 @@ def check(config: Config) -> None:
         if config.task.name == "pretrain":
             read_weights(path, model_identity(config.model))
     check_installed(config.logger)
+    if config.task.name in RANKED_TASKS:
+        config.cluster.check_devices()
 
 
 def common_result(config: Config, started: float) -> Result:

@@ -26,6 +26,17 @@ def test_accumulation_and_two_ranks_give_the_curve_of_one_rank(straight: Path) -
     assert result_of(straight, "pair")["ranks"] == 2
 
 
+def test_what_rank_zero_finds_wrong_is_one_line_and_leaves_no_files(
+    straight: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    outcome = run(straight, *SMALL, "name=wrong", "cluster.devices=2", "data.vocab_size=60000")
+    assert outcome.exit_code == 1
+    [said] = [line for line in outcome.output.splitlines() if not line.startswith("preparing")]
+    assert said.startswith("error: data.vocab_size=60000 is too large for this corpus")
+    assert not [*tmp_path.glob("torchelastic_*"), *tmp_path.glob("reprise_ranks_*")]
+
+
 @pytest.mark.slow
 def test_torchrun_is_the_same_run_as_our_own_ranks(straight: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")

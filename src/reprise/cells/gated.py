@@ -33,6 +33,8 @@ class CellConfig:
     temporal_residual: bool = True
     # That share at the start.
     residual_init: float = 0.1
+    # The norm's scale at the start. At one, the recurrent product begins with gates far from the middle.
+    norm_init: float = 0.3
     # Which units a unit hears from. full: all of them.
     recurrence: str = "full"
     # auto: the library's where no switch is on, else eager.
@@ -87,7 +89,7 @@ class GatedCell(Cell):
                 nn.init.xavier_uniform_(block)
         nn.init.zeros_(self.bias)
         if self.config.layer_norm:
-            nn.init.ones_(self.norm_scale)
+            nn.init.constant_(self.norm_scale, self.config.norm_init)
             nn.init.zeros_(self.norm_shift)
         if self.skip_scale is not None:
             nn.init.constant_(self.skip_scale, self.config.residual_init)

@@ -27,11 +27,10 @@ from reprise.data.shards import (
     HashedFile,
     SplitWriter,
     open_corpus,
-    sync_folder,
     token_dtype,
 )
 from reprise.data.tokenizer import Tokenizer, build_word_vocabulary, text_parts, train_subword
-from reprise.runtime import UserError, say
+from reprise.runtime import UserError, say, sync_folder
 
 QUARANTINE = "quarantine.jsonl"
 

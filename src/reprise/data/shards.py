@@ -204,12 +204,3 @@ class SplitWriter:
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """The smallest type for the ids of a vocabulary."""
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's own entries on disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -29,6 +29,18 @@ class ClusterConfig:
         """The process group's backend."""
         return "nccl" if self.accelerator == "gpu" else "gloo"
 
+    def check_devices(self) -> None:
+        """Raise a UserError where this node has fewer GPUs than the ranks to start on it."""
+        if self.accelerator != "gpu":
+            return
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < self.devices:
+            raise UserError(
+                f"cluster.accelerator=gpu: {found} GPUs here, cluster.devices={self.devices}; try cluster=cpu"
+            )
+
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:

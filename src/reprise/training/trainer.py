@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 
 from reprise.distributed.membership import ClusterConfig
-from reprise.runtime import RunFolder, UserError, World, say
+from reprise.runtime import RunFolder, World, say
 from reprise.training.budget import TrainConfig
 from reprise.training.checkpoint import load_checkpoint, save_checkpoint
 
@@ -86,8 +86,6 @@ def build_trainer(
 ) -> lightning.Trainer:
     """A Trainer for this rank; starts no process."""
     _quiet_lightning()
-    if cluster.accelerator == "gpu":
-        _check_gpus(world)
     validate_every = train.validate_every_steps
     return lightning.Trainer(
         accelerator=cluster.accelerator,
@@ -121,19 +119,11 @@ def _strategy(cluster: ClusterConfig, world: World) -> Strategy | str:
     if world.size == 1:
         return "auto"
     return DDPStrategy(
-        process_group_backend="nccl" if cluster.accelerator == "gpu" else "gloo",
+        process_group_backend=cluster.backend,
         timeout=timedelta(seconds=cluster.timeout_s),
         find_unused_parameters=False,
         gradient_as_bucket_view=True,
     )
-
-
-def _check_gpus(world: World) -> None:
-    found = torch.cuda.device_count()
-    if found < world.local_size:
-        raise UserError(
-            f"cluster.accelerator=gpu: {found} GPUs here, cluster.devices={world.local_size}; try cluster=cpu"
-        )
 
 
 def _quiet_lightning() -> None:
