@@ -317,3 +317,18 @@ def test_the_command_line_ends_in_one_line_and_no_work(tmp_path: Path) -> None:
         assert process.returncode == 1
     assert not list(tmp_path.rglob("metrics.csv")) and not list(tmp_path.rglob("*.ckpt"))
     assert not (tmp_path / "prepared").exists()
+
+
+def test_a_loaded_run_keeps_what_the_command_does_not_name() -> None:
+    saved, own = (
+        settings("data=ptb", "data.path=elsewhere"),
+        settings("data.eval_lanes=2", "model.cell.layer_norm=false"),
+    )
+    words = ["data.eval_lanes=2", "model.cell.layer_norm=false"]
+    data = config.said_of("data", saved.data, own.data, words)
+    assert (data.corpus, data.path, data.eval_lanes) == ("ptb", "elsewhere", 2)
+    model = config.said_of("model", saved.model, own.model, words)
+    assert model.cell.coupled_gates and not model.cell.layer_norm
+    assert saved.model.cell.layer_norm and saved.data.eval_lanes == 1
+    assert config.said_of("data", saved.data, own.data, ["data=sotu"]) == own.data
+    assert config.said_of("data", saved.data, own.data, ["task=evaluate"]) == saved.data

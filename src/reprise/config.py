@@ -5,6 +5,7 @@ dataclasses, so that every `__post_init__` has run before any work begins.
 """
 
 import contextlib
+import copy
 import difflib
 import re
 import shutil
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, TypeVar
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -30,6 +31,7 @@ from reprise.runtime import (
     digest_of,
     environment_text,
     from_rank_zero,
+    is_rank,
     write_atomically,
 )
 from reprise.training.budget import TrainConfig
@@ -50,7 +52,10 @@ _WITHOUT_EFFECT = (
     "checkpoint.keep_latest",
     "cluster.timeout_s",
     "prepare.num_threads",
+    "data.num_workers",
 )
+# Tasks that compute on several ranks; the others run in the process that was asked.
+RANKED_TASKS = ("pretrain", "evaluate")
 # Sections that a task does not read.
 _UNUSED_BY_TASK = {
     "prepare": (
@@ -194,7 +199,7 @@ def load(tree: DictConfig) -> Config:
     config = OmegaConf.to_object(tree)
     assert isinstance(config, Config)
     world = World.from_environment()
-    if world.size > 1:
+    if is_rank() and config.task.name in RANKED_TASKS:
         config.cluster.devices, config.cluster.nodes = world.local_size, world.num_nodes
     config.check()
     return config
@@ -238,9 +243,27 @@ def load_saved(run: Path) -> Config:
     return saved
 
 
-def names_section(overrides: Sequence[str], section: str) -> bool:
-    """Whether the command itself says something of a section, as `data=ptb`, `data.window=8` or `model/cell=gru` do."""
-    return any(re.match(rf"\+?{section}[=./]", override) for override in overrides)
+Section = TypeVar("Section")
+
+
+def said_of(section: str, saved: Section, own: Section, overrides: Sequence[str]) -> Section:
+    """A saved run's section with what this command itself says of it.
+
+    An option of the group (`data=ptb`, `model/cell=gru`) brings the command's whole section; single keys
+    (`data.eval_lanes=1`) are laid over the saved one.
+    """
+    words = [override.lstrip("+").partition("=")[0] for override in overrides]
+    if any(word == section or word.startswith(f"{section}/") for word in words):
+        return own
+    merged = copy.deepcopy(saved)
+    for word in words:
+        first, *path = word.split(".")
+        if first == section and path:
+            target, source = merged, own
+            for name in path[:-1]:
+                target, source = getattr(target, name), getattr(source, name)
+            setattr(target, path[-1], getattr(source, path[-1]))
+    return merged
 
 
 def all_keys(node: Any = Config, prefix: str = "") -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from omegaconf import DictConfig
 
-from reprise.config import Config, TaskConfig, load, load_saved, names_section, open_run
+from reprise.config import RANKED_TASKS, Config, TaskConfig, load, load_saved, open_run, said_of
 from reprise.data.prepare import prepare as prepare_corpus
 from reprise.data.shards import Corpus
 from reprise.evaluation import report as reports
@@ -32,6 +32,7 @@ from reprise.runtime import (
 )
 from reprise.training import checkpoint as checkpoints
 from reprise.training.budget import Budget
+from reprise.training.recovery_state import check_same_text
 from reprise.training.weights import identity, load_weights, model_identity, read_weights
 
 if TYPE_CHECKING:
@@ -57,11 +58,14 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
     started = time.monotonic()
     world = join_world(backend=config.cluster.backend, timeout_s=config.cluster.timeout_s)
     with open_run(config, overrides, world) as run:
+        corpus = shared_corpus(config, world)
         finished = from_rank_zero(run.result, world)
         if finished is not None:
+            check_same_text(finished["corpus"], corpus.folder.name, run)
             say(f"{run.path} is finished ({headline(finished)}); fresh=true starts over")
             return finished
-        corpus = shared_corpus(config, world)
+        # A prompt that this tokenizer cannot read is better found now than after training.
+        corpus.tokenizer.encode(config.prompt)
         model = build_model(config, corpus)
         if config.checkpoint.load is not None:
             load_weights(model, checkpoints.find_checkpoint(config.checkpoint.load), corpus.tokenizer)
@@ -80,7 +84,8 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
         outcome = training.fit()
         scores = training.score("val") | training.score("test")
         result = common_result(config, started) | outcome | scores
-        result |= {"parameters": model.num_parameters(), "weights_sha256": checkpoints.weights_sha256(model)}
+        result |= {"parameters": model.num_parameters(), "corpus": corpus.folder.name}
+        result |= {"weights_sha256": checkpoints.weights_sha256(model)}
         if world.rank == 0:
             sample = sample_text(model, corpus, config)
             say(f"sample: {sample!r}")
@@ -177,8 +182,6 @@ TASKS: dict[str, Callable[[Config, Sequence[str]], Result]] = {
     "generate": generate,
     "report": report,
 }
-# Tasks that compute on several ranks; the others run in the process that was asked.
-RANKED_TASKS = ("pretrain", "evaluate")
 
 
 def shared_corpus(config: Config, world: World) -> Corpus:
@@ -230,13 +233,11 @@ def load_run(where: str, config: Config, overrides: Sequence[str], world: World)
     """
     path = checkpoints.find_checkpoint(where)
     saved = load_saved(checkpoints.run_of_checkpoint(path))
-    model_config = config.model if names_section(overrides, "model") else saved.model
+    model_config = said_of("model", saved.model, config.model, overrides)
     read_weights(path, model_identity(model_config))
-    data = config.data if names_section(overrides, "data") else saved.data
-    # Scores are taken in the run's own precision, unless this command has a say in it.
-    cluster = config.cluster
-    if not names_section(overrides, "cluster"):
-        cluster = replace(cluster, precision=saved.cluster.precision)
+    # Scores are taken in the run's own precision; how many ranks take them is this command's choice.
+    cluster = said_of("cluster", replace(config.cluster, precision=saved.cluster.precision), config.cluster, overrides)
+    data = said_of("data", saved.data, config.data, overrides)
     chosen = replace(config, model=model_config, data=data, cluster=cluster)
     corpus = shared_corpus(chosen, world)
     model = build_model(chosen, corpus)

@@ -85,7 +85,7 @@ def test_the_same_command_again_says_finished_and_fresh_starts_over(straight: Pa
     assert events_of(straight, "fresh").count("start") == 1
 
 
-def stop(root: Path, name: str, *words: str) -> Outcome:
+def stop(root: Path, name: str, *words: str, number: signal.Signals) -> Outcome:
     """Start a run, and tell it to stop once it has trained a few steps."""
     process = start(root, *SMALL, f"name={name}", "train.validate_every_steps=5", *words)
     metrics = root / "runs" / name
@@ -93,21 +93,24 @@ def stop(root: Path, name: str, *words: str) -> Outcome:
         file.read_text().count("\n") > 2 for file in metrics.glob("*/metrics.csv")
     ):
         time.sleep(0.002)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     return finish(process)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "words", "number"),
     [
-        ("stopped", ()),
-        pytest.param("stopped_pair", ("cluster.devices=2",), marks=pytest.mark.slow),
+        ("stopped", (), signal.SIGTERM),
+        pytest.param("stopped_pair", ("cluster.devices=2",), signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("stopped_by_hand", (), signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_saves_and_the_same_command_goes_on(straight: Path, name: str, words: tuple[str, ...]) -> None:
-    stopped = stop(straight, name, *words)
-    assert stopped.exit_code == 143, stopped.output
-    assert "stopped by SIGTERM after step" in stopped.output and "Traceback" not in stopped.output
+def test_a_signal_saves_and_the_same_command_goes_on(
+    straight: Path, name: str, words: tuple[str, ...], number: signal.Signals
+) -> None:
+    stopped = stop(straight, name, *words, number=number)
+    assert stopped.exit_code == 128 + number, stopped.output
+    assert f"stopped by {number.name} after step" in stopped.output and "Traceback" not in stopped.output
     assert not (folder_of(straight, name) / "result.json").exists()
     assert list((folder_of(straight, name) / "checkpoints").glob("step_*.ckpt"))
     resumed = run(straight, *SMALL, f"name={name}", *words)
@@ -170,3 +173,23 @@ def test_minutes_end_a_run_and_it_lands(straight: Path) -> None:
     assert "landing" in events_of(straight, "timed")
     result = result_of(straight, "timed")
     assert result["progress/step"] > 0 and json.dumps(result)
+
+
+@pytest.mark.slow
+def test_a_changed_text_is_another_run(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    lines = [f"The value of item {number} is {number * number}.\n" for number in range(4000)]
+    text.write_text("".join(lines))
+    words = (
+        *SMALL,
+        "train.max_steps=4",
+        "train.validate_every_steps=null",
+        f"data.source={text}",
+        "data.vocab_size=400",
+    )
+    assert run(tmp_path, *words).exit_code == 0
+    assert "is finished" in run(tmp_path, *words).output
+    text.write_text("".join(reversed(lines)))
+    changed = run(tmp_path, *words)
+    assert changed.exit_code == 1 and "fresh=true starts over" in changed.output
+    assert run(tmp_path, *words, "fresh=true").exit_code == 0

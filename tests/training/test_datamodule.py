@@ -1,6 +1,7 @@
 """Batches: the same with workers, from any step on, and every lane once over ranks and groups."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -16,7 +17,8 @@ from reprise.training.datamodule import Batch, LaneDataModule
 def make(
     corpus: Corpus, data: DataConfig, *, world: World | None = None, accumulate: int = 1, num_workers: int = 0
 ) -> LaneDataModule:
-    return LaneDataModule(corpus, data, world=world or World(), accumulate=accumulate, seed=3, num_workers=num_workers)
+    data = replace(data, num_workers=num_workers)
+    return LaneDataModule(corpus, data, world=world or World(), accumulate=accumulate, seed=3)
 
 
 def plain(batches: Iterator[Batch], count: int) -> list[tuple[object, ...]]:

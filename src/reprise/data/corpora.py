@@ -43,6 +43,7 @@ class DataConfig:
     source: path, folder or glob of .txt or .jsonl files, each also .gz or .zst; sets the corpus to `files`.
     text_key: where a .jsonl record has its text.
     num_lanes, window: rows of the global batch, and tokens of each in one step. eval_lanes: rows when evaluating.
+    num_workers: processes that read ahead for training; none reads in place, which a memory map seldom makes slow.
     vocab_size: pieces of the BPE vocabulary. `ptb` does not use it: its vocabulary is the training file's words.
     """
 
@@ -54,6 +55,7 @@ class DataConfig:
     window: int = 64
     vocab_size: int = 8192
     eval_lanes: int = 8
+    num_workers: int = 0
 
     def __post_init__(self) -> None:
         if self.corpus not in CORPORA:
@@ -61,6 +63,8 @@ class DataConfig:
         for name in ("num_lanes", "window", "vocab_size", "eval_lanes"):
             if getattr(self, name) < 1:
                 raise UserError(f"data.{name}={getattr(self, name)}: must be at least 1")
+        if self.num_workers < 0:
+            raise UserError(f"data.num_workers={self.num_workers}: must be at least 0")
         if self.source is not None and self.path is not None:
             raise UserError(f"data.source={self.source} and data.path={self.path}: only one of them can be the corpus")
 

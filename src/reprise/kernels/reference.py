@@ -10,7 +10,7 @@ carried state in fp32 (fp64 where the weights are fp64). Outputs come in the pro
 Resets: where `reset_BT` is true, that row's state is zero before that position is read, exactly.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,24 +45,6 @@ class GruWeights(NamedTuple):
     norm_scale_D: Tensor | None = None
     norm_shift_D: Tensor | None = None
     skip_scale_D: Tensor | None = None
-
-
-class LstmKernel(Protocol):
-    def __call__(
-        self,
-        x_BTE: Tensor,
-        state: State,
-        reset_BT: Tensor | None,
-        weights: LstmWeights,
-        *,
-        coupled_gates: bool,
-    ) -> tuple[Tensor, State]: ...
-
-
-class GruKernel(Protocol):
-    def __call__(
-        self, x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights
-    ) -> tuple[Tensor, State]: ...
 
 
 def lstm(

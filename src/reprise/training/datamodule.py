@@ -77,9 +77,7 @@ def read_batch(reader: LaneReader, step: int, lanes: range) -> Batch:
 class LaneDataModule(lightning.LightningDataModule):
     """Training lanes that never end, and one pass over the validation and the test lanes."""
 
-    def __init__(
-        self, corpus: Corpus, data: DataConfig, *, world: World, accumulate: int, seed: int, num_workers: int = 0
-    ) -> None:
+    def __init__(self, corpus: Corpus, data: DataConfig, *, world: World, accumulate: int, seed: int) -> None:
         super().__init__()
         self.corpus = corpus
         self.readers = {
@@ -96,7 +94,7 @@ class LaneDataModule(lightning.LightningDataModule):
         }
         self.world = world
         self.accumulate = accumulate
-        self.num_workers = num_workers
+        self.num_workers = data.num_workers
         self.first_step = 0
 
     def lanes(self, split: str) -> range:

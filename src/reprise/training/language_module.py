@@ -85,6 +85,7 @@ class LanguageModule(lightning.LightningModule):
         accumulate: groups of lanes a step.
         seed: with step and lane it decides every dropout mask.
         identity: plain settings that a checkpoint must share with the run that loads it.
+        corpus_name: the prepared text, by content, that lanes are positions in.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class LanguageModule(lightning.LightningModule):
         accumulate: int,
         seed: int,
         identity: dict[str, Any],
+        corpus_name: str = "",
     ) -> None:
         super().__init__()
         self.model = model
@@ -110,6 +112,7 @@ class LanguageModule(lightning.LightningModule):
         self.accumulate = accumulate
         self.seed = seed
         self.identity = identity
+        self.corpus_name = corpus_name
         self.skipped_steps = 0
         self.grad_norm = torch.zeros(())
         self.log_window = LogWindow()

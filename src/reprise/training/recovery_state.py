@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from reprise.runtime import UserError
+from reprise.runtime import RunFolder, UserError
 
 if TYPE_CHECKING:
     from reprise.training.language_module import LaneStates, LanguageModule
@@ -33,6 +33,7 @@ def add(checkpoint: dict[str, Any], module: "LanguageModule") -> None:
     step = module.trainer.global_step
     checkpoint[KEY] = {
         "identity": module.identity,
+        "corpus": module.corpus_name,
         "skipped_steps": module.skipped_steps,
         "budget": module.budget.state_dict(),
         "lane_states": _join_lanes(ranks),
@@ -68,6 +69,18 @@ def check_identity(saved: dict[str, Any], expected: dict[str, Any], *, where: st
                 f"{where}: saved with {key}={saved.get(key)}, this run has {key}={value};"
                 " it is the checkpoint of another model"
             )
+
+
+def check_same_text(saved: str, now: str, run: RunFolder) -> None:
+    """A run's lanes are positions in a text; in another text they mean nothing.
+
+    Raises:
+        UserError: the run was made of another text than the same settings give now.
+    """
+    if saved != now:
+        raise UserError(
+            f"{run.path}: made of {saved}, but the text is now {now}; fresh=true starts over, name= keeps both"
+        )
 
 
 def put_lane_states(states: "LaneStates", saved: list[list[torch.Tensor]]) -> None:

@@ -1,5 +1,6 @@
 """A run from here to its end: the module, its data, Lightning's Trainer and what hangs on it, put together once."""
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -25,11 +26,11 @@ from reprise.training.datamodule import LaneDataModule
 from reprise.training.language_module import LanguageModule
 from reprise.training.loggers import finish_loggers
 from reprise.training.optim import OptimConfig, ScheduleConfig
-from reprise.training.recovery_state import KEY
+from reprise.training.recovery_state import KEY, check_same_text
 from reprise.training.trainer import build_trainer, effective_precision
 
-# What a process killed by SIGTERM returns by custom; a scheduler then knows that the run is not finished.
-INTERRUPTED_EXIT_CODE = 143
+# By custom a process ended by signal n returns 128 + n; a scheduler then knows that the run is not finished.
+SIGNAL_EXIT_CODE = 128
 
 
 @dataclass
@@ -92,6 +93,7 @@ class Session:
             accumulate=train.accumulate,
             seed=settings.seed,
             identity=identity,
+            corpus_name=corpus.folder.name,
         )
         metrics = StepMetrics(train.log_every_steps)
         self.stop_signal = StopSignal()
@@ -141,7 +143,7 @@ class Session:
             The facts of training: steps, tokens, seconds, speed, the last logged loss, device and precision.
 
         Raises:
-            SystemExit: SIGTERM came; a checkpoint was saved and the same command resumes.
+            SystemExit: SIGTERM or Ctrl-C came; a checkpoint was saved and the same command resumes.
         """
         newest = from_rank_zero(lambda: newest_whole_checkpoint(self.run.checkpoints), self.world)
         self.run.event("start", ranks=self.world.size, step=0 if newest is None else newest.step)
@@ -180,17 +182,19 @@ class Session:
 
     def _fit(self, path: str | None) -> None:
         self.trainer.fit(self.module, datamodule=self.datamodule, ckpt_path=path, weights_only=True)
-        if self.recovery.interrupted:
-            say(f"stopped by SIGTERM after step {self.trainer.global_step} and saved; the same command resumes")
-            raise SystemExit(INTERRUPTED_EXIT_CODE)
+        if number := self.recovery.stopped_by:
+            name, step = signal.Signals(number).name, self.trainer.global_step
+            say(f"stopped by {name} after step {step} and saved; the same command resumes")
+            raise SystemExit(SIGNAL_EXIT_CODE + number)
 
     def _take_if_over(self, newest: CheckpointFile) -> bool:
         """A run killed between its last step and its result has only the scores left to do."""
         contents = load_checkpoint(newest.path)
-        self.module.on_load_checkpoint(contents)
+        check_same_text(contents[KEY]["corpus"], self.datamodule.corpus.folder.name, self.run)
         precision = contents[KEY]["precision"]
         if precision != self.precision:
             say(f"this run was saved in {precision} and goes on in {self.precision}: its weights will not be the same")
+        self.module.on_load_checkpoint(contents)
         if not self.budget.is_over(newest.step, self.budget.elapsed_s()):
             return False
         self.module.load_state_dict(contents["state_dict"])

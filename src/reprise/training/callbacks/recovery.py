@@ -19,21 +19,25 @@ AGREE_EVERY_STEPS = 5
 
 
 class StopSignal:
-    """Remembers a SIGTERM; what follows from it is decided at the next border between steps, by all ranks together."""
+    """Remembers SIGTERM or Ctrl-C; all ranks together decide what follows, at the next border between steps."""
 
     def __init__(self) -> None:
-        self.received = False
+        self.number = 0
 
     def install(self) -> None:
         """Take SIGTERM from Lightning, whose handler runs a collective: a rank that is told alone waits for ever."""
         signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGINT, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
+        if self.number and number == signal.SIGINT:
+            # Told twice by hand: at once.
+            raise KeyboardInterrupt
+        self.number = number
 
 
 class Recovery(lightning.Callback):
-    """Saves by steps and by minutes, ends the run by its budget, and saves and stops on SIGTERM.
+    """Saves by steps and by minutes, ends the run by its budget, and saves and stops when told to.
 
     A checkpoint is written where the next step begins, after the validation of the last one, so a resumed run repeats
     or skips neither. Nothing is saved while an exception unwinds: saving is a collective, and the others never join it.
@@ -47,7 +51,7 @@ class Recovery(lightning.Callback):
         self.saved_at_s = time.monotonic()
         self.save_due = False
         self.save_seconds = 0.0
-        self.interrupted = False
+        self.stopped_by = 0
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         assert isinstance(module, LanguageModule)
@@ -95,7 +99,7 @@ class Recovery(lightning.Callback):
         minutes = self.settings.every_minutes
         is_time_to_save = minutes is not None and time.monotonic() - self.saved_at_s >= minutes * 60
         seen = [
-            self.stop_signal.received,
+            self.stop_signal.number,
             module.world.rank == 0 and module.budget.is_over(step, elapsed_s),
             module.world.rank == 0 and is_time_to_save,
             0 if landing is None else landing.end_step,
@@ -109,7 +113,7 @@ class Recovery(lightning.Callback):
             self.run.event("landing", step=step, end_step=end_step)
             say(f"train.max_minutes will run out first: annealing from step {step}, ending at step {end_step}")
         self.save_due = self.save_due or bool(save)
-        self.interrupted = bool(stop)
+        self.stopped_by = int(stop)
         if stop or over:
             _end_here(trainer)
 
