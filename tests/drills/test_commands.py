@@ -185,7 +185,7 @@ def test_a_changed_text_is_another_run(tmp_path: Path) -> None:
         "train.max_steps=4",
         "train.validate_every_steps=null",
         f"data.source={text}",
-        "data.vocab_size=400",
+        "data.vocab_size=315",
     )
     assert run(tmp_path, *words).exit_code == 0
     assert "is finished" in run(tmp_path, *words).output
