@@ -127,6 +127,7 @@ class LanguageModule(lightning.LightningModule):
         self.batch_started_s = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
+        """Nats a token of this window, scaled so that the means over ranks and groups make the loss of the whole step."""
         assert self.train_states is not None
         num_lanes = len(batch.tokens_BT)
         state = self.train_states.take(batch.first_lane, num_lanes)
@@ -136,8 +137,7 @@ class LanguageModule(lightning.LightningModule):
         nll_sum = self.model.loss_sum(hidden_BTD, batch.targets_BT)
         self.log_window.tally.add(nll_sum.detach(), batch.num_own_targets)
         self.log_window.num_resets += batch.num_resets
-        # A step's loss is a sum over ranks and groups divided by the step's targets, but DDP takes the mean over ranks
-        # and Lightning over groups.
+        # A step's loss is a sum over ranks and groups by the step's targets; DDP and Lightning take means over them.
         return nll_sum * (self.world.size * self.accumulate / batch.num_targets)
 
     def _dropout_keys(self, step: int, first_lane: int, num_lanes: int) -> Tensor:
