@@ -127,7 +127,7 @@ class LanguageModule(lightning.LightningModule):
         self.batch_started_s = time.perf_counter()
 
     def training_step(self, batch: Batch, batch_index: int) -> Tensor:
-        """Nats a token of this window, scaled so that the means over ranks and groups make the loss of the whole step."""
+        """Nats a token of this window, scaled so that means over ranks and groups give the loss of the whole step."""
         assert self.train_states is not None
         num_lanes = len(batch.tokens_BT)
         state = self.train_states.take(batch.first_lane, num_lanes)
