@@ -50,7 +50,6 @@ class Recovery(lightning.Callback):
         self.saved_step: int | None = None
         self.saved_at_s = time.monotonic()
         self.save_due = False
-        self.save_seconds = 0.0
         self.stopped_by = 0
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -123,7 +122,6 @@ class Recovery(lightning.Callback):
         # The file's name comes from its contents; `AtomicCheckpointIO` takes only the folder from this path.
         trainer.save_checkpoint(self.run.checkpoints / f"step_{step:08d}")
         self.saved_step, self.saved_at_s, self.save_due = step, time.monotonic(), False
-        self.save_seconds += self.saved_at_s - started
         self.run.event("checkpoint", step=step, seconds=round(self.saved_at_s - started, 3))
 
 

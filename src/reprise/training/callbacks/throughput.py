@@ -36,11 +36,9 @@ class ThroughputMonitor(lightning.Callback):
     def __init__(self, metrics: StepMetrics, *, flops_per_token: int) -> None:
         self.metrics = metrics
         self.flops_per_token = flops_per_token
-        self.last_loss = math.nan
         self.last_scores: dict[str, float] = {}
         # The step of the last validation and what it found.
         self.val_scores: tuple[int, dict[str, float]] | None = None
-        self.tokens_per_s = math.nan
         self._clear_clocks()
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
@@ -100,22 +98,22 @@ class ThroughputMonitor(lightning.Callback):
         window_s = self._wait_s + self._busy_s
         window = module.log_window
         window.tally.reduce(module.device)
-        self.last_loss = window.tally.loss
+        loss = window.tally.loss
         # Of the batches this process timed, which after a resume are not the whole window.
         timed_steps = self._num_batches / trainer.accumulate_grad_batches
         steps = self.metrics.every_steps
-        self.tokens_per_s = self._own_tokens * module.world.size / window_s
+        tokens_per_s = self._own_tokens * module.world.size / window_s
         values = progress_metrics(trainer, module, lane_datamodule(trainer))
         values |= {
-            "train/loss": self.last_loss,
-            "train/ppl": perplexity(self.last_loss),
+            "train/loss": loss,
+            "train/ppl": perplexity(loss),
             "optim/lr": trainer.optimizers[0].param_groups[0]["lr"],
             "optim/grad_norm": float(module.grad_norm),
             "optim/clip_frac": float(window.num_clipped) / steps,
-            "perf/tokens_per_s": self.tokens_per_s,
+            "perf/tokens_per_s": tokens_per_s,
             "perf/step_ms": 1000 * window_s / timed_steps,
             "perf/data_wait_pct": 100 * self._wait_s / window_s,
-            "perf/tflops": self.tokens_per_s * self.flops_per_token / 1e12,
+            "perf/tflops": tokens_per_s * self.flops_per_token / 1e12,
             "mem/max_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
             "rnn/state_resets": float(window.num_resets),
         }
