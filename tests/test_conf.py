@@ -158,7 +158,7 @@ def test_a_mistake_is_one_line_that_names_it(words: str, line: str) -> None:
         (("train.max_steps=null", "train.max_minutes=null"), "train.max_steps=null: set at least one of"),
         (("data.num_lanes=3", "train.accumulate=2", "cluster.devices=2"), "data.num_lanes=3: fewer than one lane"),
         (("data.source=a.txt", "data.path=b"), "data.source=a.txt and data.path=b: only one"),
-        (("model/cell=gru", "model.cell.coupled_gates=true"), "model.cell.coupled_gates=true: a gru's"),
+        (("model/cell=gru", "model.cell.coupled_gates=true"), "coupled_gates=true: a gru has no such switch"),
         (("model.cell.implementation=library",), "model.cell.implementation=library: the library has no"),
     ],
 )  # fmt: skip

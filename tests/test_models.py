@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from reprise.cells.gated import CellConfig
+from reprise.cells.config import CellConfig
 from reprise.models import LanguageModel, ModelConfig
 from reprise.runtime import UserError
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from reprise.cells.base import Cell, State
-from reprise.cells.gated import CellConfig
+from reprise.cells.config import CellConfig
 from reprise.kernels import keyed_random
 from reprise.kernels.dispatch import pick
 from reprise.kernels.products import mixed_linear, product_dtype

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from reprise.cells.base import Cell, State
-from reprise.cells.gated import CELLS, CellConfig
+from reprise.cells.config import CELLS, CellConfig
 from reprise.runtime import UserError
 
 _ON_OFF = (False, True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reprise.cells.gated import CellConfig
+from reprise.cells.config import CellConfig
 from reprise.evaluation.language import (
     GenerateConfig,
     Tally,

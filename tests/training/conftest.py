@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from reprise.cells.gated import CellConfig
+from reprise.cells.config import CellConfig
 from reprise.data.corpora import DataConfig, PrepareConfig
 from reprise.data.prepare import prepare
 from reprise.data.shards import Corpus

@@ -18,6 +18,9 @@ class Cell(nn.Module):
     width: int
     # Tensors [B, D] that make up the state, fp32.
     state_parts: int
+    # The switches of CellConfig that this kind has, and the structures of its recurrent product.
+    switches: tuple[str, ...] = ()
+    recurrences: tuple[str, ...] = ("full",)
 
     def initial_state(self, batch_size: int, device: torch.device | str | None = None) -> State:
         """Zeros, fp32 (fp64 for a model in fp64), `state_parts` tensors of shape [batch_size, width]."""

@@ -6,70 +6,27 @@ implementation runs, so weights and checkpoints move between implementations.
 Legend: B rows, T time, D width, E input width, G all gates side by side.
 """
 
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from reprise.cells.base import Cell, State
-from reprise.kernels.dispatch import IMPLEMENTATIONS, pick
+from reprise.kernels.dispatch import pick
 from reprise.kernels.products import product_dtype
 from reprise.kernels.reference import GruWeights, LstmWeights
-from reprise.runtime import UserError
 
-RECURRENCES = ("full",)
-
-
-@dataclass
-class CellConfig:
-    """What recurs. Every combination of the switches is a cell, but a GRU has no coupled gates to switch on."""
-
-    kind: str = "lstm"
-    # Input gate 1 - f: three quarters of the weights and products.
-    coupled_gates: bool = True
-    # Layer norm on the hidden state, after the skip.
-    layer_norm: bool = True
-    # A learned share of the previous hidden state, one number a unit, added to the new one.
-    temporal_residual: bool = True
-    # That share at the start.
-    residual_init: float = 0.1
-    # The norm's scale at the start. At one, the recurrent product begins with gates far from the middle.
-    norm_init: float = 0.3
-    # Which units a unit hears from. full: all of them.
-    recurrence: str = "full"
-    # auto: the library's where no switch is on, else eager.
-    implementation: str = "auto"
-    # Added to the forget gate at the start (Jozefowicz et al. 2015); the LSTM only.
-    forget_bias: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check_name("kind", self.kind, tuple(CELLS))
-        _check_name("recurrence", self.recurrence, RECURRENCES)
-        _check_name("implementation", self.implementation, IMPLEMENTATIONS)
-        if self.kind == "gru" and self.coupled_gates:
-            raise UserError("model.cell.coupled_gates=true: a gru's update gate is coupled already; allowed: false")
-        if self.implementation == "library" and self.switches():
-            raise UserError(
-                f"model.cell.implementation=library: the library has no {', '.join(self.switches())}; "
-                "allowed: auto, eager, reference"
-            )
-
-    def switches(self) -> tuple[str, ...]:
-        """Names of the switches that are on."""
-        names = ("coupled_gates", "layer_norm", "temporal_residual")
-        return tuple(name for name in names if getattr(self, name))
-
-    def build(self, width_in: int, width: int) -> Cell:
-        """One layer with inputs of `width_in` and a state of `width`."""
-        return CELLS[self.kind](self, width_in, width)
+if TYPE_CHECKING:
+    from reprise.cells.config import CellConfig
 
 
 class GatedCell(Cell):
     """Weights, norm and choice of kernel, shared by the LSTM and the GRU family."""
 
     num_gates: int
+    switches: tuple[str, ...] = ("layer_norm", "temporal_residual")
 
-    def __init__(self, config: CellConfig, width_in: int, width: int) -> None:
+    def __init__(self, config: "CellConfig", width_in: int, width: int) -> None:
         super().__init__()
         self.config = config
         self.width = width
@@ -110,8 +67,9 @@ class LstmCell(GatedCell):
     """Gates in the order o, f, i, z (coupled: o, f, z); the state is (h, c). Equations: `kernels.reference.lstm`."""
 
     state_parts = 2
+    switches = ("coupled_gates", "layer_norm", "temporal_residual")
 
-    def __init__(self, config: CellConfig, width_in: int, width: int) -> None:
+    def __init__(self, config: "CellConfig", width_in: int, width: int) -> None:
         self.num_gates = 3 if config.coupled_gates else 4
         super().__init__(config, width_in, width)
 
@@ -139,7 +97,7 @@ class GruCell(GatedCell):
     state_parts = 1
     num_gates = 3
 
-    def __init__(self, config: CellConfig, width_in: int, width: int) -> None:
+    def __init__(self, config: "CellConfig", width_in: int, width: int) -> None:
         super().__init__(config, width_in, width)
         self.candidate_bias = nn.Parameter(torch.zeros(width))
 
@@ -156,11 +114,3 @@ class GruCell(GatedCell):
         )
         result: tuple[Tensor, State] = kernel(x_BTE, state, reset_BT, weights)
         return result
-
-
-def _check_name(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"model.cell.{key}={value}: unknown; allowed: {', '.join(allowed)}")
-
-
-CELLS: dict[str, type[GatedCell]] = {"lstm": LstmCell, "gru": GruCell}
