@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
@@ -19,7 +20,12 @@ from reprise.runtime import UserError, World
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONF = REPOSITORY / "conf"
 # What a command has to give beside the option itself.
-NEEDED = {"data=ptb": ("data.path=somewhere",), "data=files": ("data.source=somewhere.txt",)}
+NEEDED = {
+    "data=ptb": ("data.path=somewhere",),
+    "data=files": ("data.source=somewhere.txt",),
+    # No task that predicts the next token takes it.
+    "model/cell=transformer_encoder": ("task=report",),
+}
 
 # Keys that commands, sweeps and records rely on.
 FIXED_KEYS = (
@@ -158,8 +164,13 @@ def test_a_mistake_is_one_line_that_names_it(words: str, line: str) -> None:
         (("train.max_steps=null", "train.max_minutes=null"), "train.max_steps=null: set at least one of"),
         (("data.num_lanes=3", "train.accumulate=2", "cluster.devices=2"), "data.num_lanes=3: fewer than one lane"),
         (("data.source=a.txt", "data.path=b"), "data.source=a.txt and data.path=b: only one"),
-        (("model/cell=gru", "model.cell.coupled_gates=true"), "coupled_gates=true: a gru has no such switch"),
+        (("model/cell=gru", "model.cell.coupled_gates=true"), "model.cell.coupled_gates=true: a gru has no"),
         (("model.cell.implementation=library",), "model.cell.implementation=library: the library has no"),
+        (("model/cell=block_lstm", "model.width=90"), "model.cell.num_heads=4: does not divide model.width=90"),
+        (("model/cell=transformer_encoder",), "model.cell.kind=transformer_encoder: hears the token that"),
+        (("model/cell=transformer", "model.width=90"), "model.cell.num_heads=4: does not divide model.width=90"),
+        (("model/cell=transformer", "model.layer_residual=true"), "model.layer_residual=true: a transformer adds"),
+        (("model/cell=transformer", "model.cell.implementation=eager"), "model.cell.implementation=eager: a transf"),
     ],
 )  # fmt: skip
 def test_settings_that_exclude_each_other_are_refused(words: tuple[str, ...], line: str) -> None:
@@ -244,6 +255,9 @@ def test_digest_sees_what_can_change_a_number() -> None:
         "train.clip_norm=null",
         "train.num_threads=1",
         "model/cell=gru",
+        "model/cell=block_lstm",
+        "model/cell=diagonal_lstm",
+        "model/cell=transformer",
         "model.width=64",
         "model.dropout=0.1",
         "data.window=16",
@@ -264,6 +278,27 @@ def test_tasks_pass_over_the_sections_they_do_not_read() -> None:
     assert settings("task=generate", "prompt=a").digest() != settings("task=generate").digest()
     assert settings("task=report", "runs=a").digest() != settings("task=report").digest()
     assert settings("task=report", "seed=5", "model.width=8").digest() == settings("task=report").digest()
+
+
+@pytest.mark.parametrize("vocab_size", [512, 4_096, 32_768])
+@pytest.mark.parametrize("size", ["tiny", "small", "medium", "large"])
+def test_one_override_gives_a_transformer_with_as_many_parameters(size: str, vocab_size: int) -> None:
+    with torch.device("meta"):
+        recurrent, transformer = (
+            settings(f"model/size={size}", *words).model.build(vocab_size=vocab_size).num_parameters()
+            for words in ((), ("model/cell=transformer",))
+        )
+    assert transformer == pytest.approx(recurrent, rel=0.02)
+
+
+def test_reference_size_is_that_of_the_field() -> None:
+    model = settings("model/size=reference", "model/cell=transformer").model
+    assert (model.num_layers, model.width, model.cell.num_heads, model.embedding_width) == (12, 768, 12, None)
+    with torch.device("meta"):
+        built = model.build(vocab_size=50_257)
+        layers = torch.nn.TransformerEncoderLayer(768, 12, 4 * 768), torch.nn.LayerNorm(768)
+    layer, norm = (sum(part.numel() for part in module.parameters()) for module in layers)
+    assert built.num_parameters() == 12 * layer + norm + 50_257 * 768 + 50_257
 
 
 def test_the_folder_of_a_run_is_its_name_and_digest(tmp_path: Path) -> None:

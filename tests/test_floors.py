@@ -18,9 +18,10 @@ FLOORS = {
     "evaluation": 4,
     "planner": 4,
     "training": 5,
-    "config": 6,
-    "tasks": 7,
-    "run": 8,
+    "benchmarks": 6,
+    "config": 7,
+    "tasks": 8,
+    "run": 9,
 }
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING_ROOM = "training"
@@ -100,7 +101,7 @@ def test_every_file_is_looked_at() -> None:
 def planted(tmp_path: Path) -> Path:
     """A tree that keeps the rules, to plant imports in."""
     package = tmp_path / "src" / PACKAGE
-    for room in ("kernels", "cells", "data", "evaluation", "training"):
+    for room in ("kernels", "cells", "data", "evaluation", "training", "benchmarks"):
         (package / room).mkdir(parents=True)
         (package / room / "__init__.py").write_text("")
     (package / "__init__.py").write_text('"""A package."""\n')
@@ -133,8 +134,10 @@ def planted(tmp_path: Path) -> Path:
             "data (floor 3) imports training (floor 5)",
         ),
         ("data/lanes.py", "import importlib\nimportlib.import_module('reprise.models')", "data (floor 3) imports"),
-        ("training/trainer.py", "from reprise.config import Config", "training (floor 5) imports config (floor 6)"),
-        ("config.py", "import reprise.tasks", "config (floor 6) imports tasks (floor 7)"),
+        ("training/trainer.py", "from reprise.config import Config", "training (floor 5) imports config (floor 7)"),
+        ("benchmarks/step.py", "import reprise.config", "benchmarks (floor 6) imports config (floor 7)"),
+        ("training/trainer.py", "import reprise.benchmarks", "training (floor 5) imports benchmarks (floor 6)"),
+        ("config.py", "import reprise.tasks", "config (floor 7) imports tasks (floor 8)"),
         ("tasks.py", "import run", "tasks imports run.py"),
         ("tasks.py", "def f():\n    import lightning.pytorch as lightning", "tasks imports lightning.pytorch"),
         ("data/lanes.py", "from lightning.pytorch import LightningDataModule", "Lightning only inside training/"),

@@ -19,6 +19,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from reprise.benchmarks.config import BenchmarkConfig
+from reprise.cells.config import CELLS
 from reprise.data.corpora import DataConfig, PrepareConfig
 from reprise.distributed.membership import ClusterConfig
 from reprise.evaluation.language import GenerateConfig
@@ -56,6 +58,8 @@ _WITHOUT_EFFECT = (
 )
 # Tasks that compute on several ranks; the others run in the process that was asked.
 RANKED_TASKS = ("pretrain", "evaluate")
+# Tasks in which a model that hears what comes next would be told the answer.
+_NEXT_TOKEN_TASKS = ("pretrain", "evaluate", "generate")
 # Sections that a task does not read.
 _UNUSED_BY_TASK = {
     "prepare": (
@@ -69,13 +73,15 @@ _UNUSED_BY_TASK = {
         "generate",
         "prompt",
         "runs",
+        "benchmark",
         "data.num_lanes",
         "data.window",
         "data.eval_lanes",
     ),
-    "pretrain": ("prompt", "runs", "generate"),
-    "evaluate": ("prompt", "runs", "generate"),
-    "generate": ("runs",),
+    "pretrain": ("prompt", "runs", "generate", "benchmark"),
+    "evaluate": ("prompt", "runs", "generate", "benchmark"),
+    "generate": ("runs", "benchmark"),
+    "benchmark": ("checkpoint", "generate", "prompt", "runs"),
     "report": (
         "seed",
         "data",
@@ -88,6 +94,7 @@ _UNUSED_BY_TASK = {
         "checkpoint",
         "generate",
         "prompt",
+        "benchmark",
     ),
 }
 
@@ -131,6 +138,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
 
     def __post_init__(self) -> None:
         if self.seed < 0:
@@ -153,6 +161,12 @@ class Config:
             )
         if self.cluster.precision == "16-mixed" and self.train.clip_norm is None and self.optim.kind == "sgd":
             raise UserError("cluster.precision=16-mixed with optim=sgd and train.clip_norm=null: set train.clip_norm")
+        kind = self.model.cell.kind
+        if self.task.name in _NEXT_TOKEN_TASKS and not CELLS[kind].is_causal:
+            causal = ", ".join(name for name, cell in CELLS.items() if cell.is_causal)
+            raise UserError(
+                f"model.cell.kind={kind}: hears the token that task={self.task.name} is to predict; allowed: {causal}"
+            )
 
     def tokens_per_step(self) -> int:
         """Targets of a full step over all lanes of all ranks."""

@@ -48,6 +48,11 @@ class ModelConfig:
         for key in ("dropout", "embedding_dropout"):
             if not 0.0 <= getattr(self, key) < 1.0:
                 raise UserError(f"model.{key}={getattr(self, key)}: allowed: 0 up to but not including 1")
+        # On the meta device a layer takes no memory; it refuses a width that its heads cannot share.
+        with torch.device("meta"):
+            layer = self.cell.build(self.width, self.width)
+        if self.layer_residual and layer.has_residual_stream:
+            raise UserError(f"model.layer_residual=true: a {self.cell.kind} adds its input itself; allowed: false")
 
     def build(self, *, vocab_size: int) -> "LanguageModel":
         """The model for a vocabulary, freshly initialised from torch's global generator."""
@@ -69,6 +74,7 @@ class LanguageModel(nn.Module):
         layers: list[Cell] = [config.cell.build(width, config.width) for width in widths_in]
         self.projection = None if width_in == config.width else nn.Parameter(torch.empty(width_in, config.width))
         self.layers = nn.ModuleList(layers)
+        self.final_norm = nn.LayerNorm(config.width) if layers[-1].has_residual_stream else None
         # A tied output layer has no weight of its own, so that no way of loading weights can untie it.
         self.output_weight = None if config.tie_embeddings else nn.Parameter(torch.empty(vocab_size, width_in))
         self.output_bias = nn.Parameter(torch.zeros(vocab_size))
@@ -105,11 +111,13 @@ class LanguageModel(nn.Module):
             new_state.append(layer_state)
             if self.config.layer_residual and index > 0:
                 output_BTD = output_BTD + hidden_BTD
-            hidden_BTD = output_BTD
             if dropout_keys_B is not None and self.config.dropout > 0.0:
                 mask_BD = self._unit_mask(dropout_keys_B, index + 1)
-                hidden_BTD = hidden_BTD * mask_BD.to(hidden_BTD.dtype).unsqueeze(1)
-        return hidden_BTD, tuple(new_state)
+                # What a residual stream carries already is kept, or little would be left of it after many layers.
+                keeps_stream = layer.has_residual_stream and output_BTD.shape == hidden_BTD.shape
+                output_BTD = _masked(output_BTD, mask_BD, base_BTD=hidden_BTD if keeps_stream else None)
+            hidden_BTD = output_BTD
+        return hidden_BTD if self.final_norm is None else self.final_norm(hidden_BTD), tuple(new_state)
 
     def _cells(self) -> Iterator[Cell]:
         return iter(cast(list[Cell], list(self.layers)))
@@ -158,6 +166,12 @@ class LanguageModel(nn.Module):
         Backward does each product twice, for the input and for the weight: three products in all. The embedding is a
         look-up and counts nothing.
         """
-        multiplied = sum(layer.matmul_parameters() for layer in self._cells()) + self._output_weight().numel()
+        multiplied = sum(layer.multiply_adds_per_token() for layer in self._cells()) + self._output_weight().numel()
         multiplied += 0 if self.projection is None else self.projection.numel()
         return 3 * 2 * multiplied
+
+
+def _masked(output_BTD: Tensor, mask_BD: Tensor, *, base_BTD: Tensor | None) -> Tensor:
+    """The output times the mask at every position, or only what the output adds to a base."""
+    mask_B1D = mask_BD.to(output_BTD.dtype).unsqueeze(1)
+    return output_BTD * mask_B1D if base_BTD is None else base_BTD + (output_BTD - base_BTD) * mask_B1D

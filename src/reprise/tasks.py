@@ -163,6 +163,31 @@ def generate(config: Config, overrides: Sequence[str]) -> Result:
     return result
 
 
+def benchmark(config: Config, overrides: Sequence[str]) -> Result:
+    """Speed of one part against its rivals, both in this process, in turn; every command measures anew."""
+    from reprise.benchmarks import loss, outcome, recurrence, resets, scan, step
+    from reprise.benchmarks.machine import Place
+
+    started = time.monotonic()
+    measures = {"recurrence": recurrence.measure, "resets": resets.measure, "loss": loss.measure, "scan": scan.measure}
+    settings, place = config.benchmark, Place.of(config.cluster)
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    with open_run(config, overrides, World()) as run:
+        if settings.name == "step":
+            corpus = shared_corpus(config, World())
+            model = build_model(config, corpus)
+            found = step.measure(settings, place, model=model, corpus=corpus, training=session_settings(config))
+        else:
+            found = measures[settings.name](settings, place)
+        machine = place.facts()
+        outcome.show(found, machine, title=f"benchmark={settings.name}")
+        result = common_result(config, started) | {"benchmark": settings.name} | machine | found.result()
+        run.write_result(result)
+        say(f"written to {run.path / 'result.json'}")
+    return result
+
+
 def report(config: Config, overrides: Sequence[str]) -> Result:
     """Curves of one or many runs as PNG, with the numbers behind them."""
     started = time.monotonic()
@@ -180,6 +205,7 @@ TASKS: dict[str, Callable[[Config, Sequence[str]], Result]] = {
     "pretrain": pretrain,
     "evaluate": evaluate,
     "generate": generate,
+    "benchmark": benchmark,
     "report": report,
 }
 
@@ -312,7 +338,7 @@ def check(config: Config) -> None:
         if config.task.name == "pretrain":
             read_weights(path, model_identity(config.model))
     check_installed(config.logger)
-    if config.task.name in RANKED_TASKS:
+    if config.task.name in (*RANKED_TASKS, "benchmark"):
         config.cluster.check_devices()
 
 

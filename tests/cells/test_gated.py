@@ -7,6 +7,7 @@ import torch
 
 from reprise.cells.base import Cell, State
 from reprise.cells.config import CELLS, CellConfig
+from reprise.kernels.dispatch import IMPLEMENTATIONS
 from reprise.runtime import UserError
 
 _ON_OFF = (False, True)
@@ -14,19 +15,20 @@ _ON_OFF = (False, True)
 
 def _valid_configs(kind: str) -> list[CellConfig]:
     configs = []
-    for coupled_gates, layer_norm, temporal_residual in product(_ON_OFF, repeat=3):
+    for recurrence, coupled, norm, residual in product(CELLS[kind].recurrences, _ON_OFF, _ON_OFF, _ON_OFF):
         try:
-            configs.append(CellConfig(kind, coupled_gates, layer_norm, temporal_residual))
+            configs.append(CellConfig(kind, coupled, norm, residual, recurrence=recurrence, num_heads=2))
         except UserError:
             continue
     return configs
 
 
-CONFIGS = [config for kind in CELLS for config in _valid_configs(kind)]
+# An encoder promises other things: see test_attention.py.
+CONFIGS = [config for kind, cell in CELLS.items() if cell.is_causal for config in _valid_configs(kind)]
 
 
 def _name(config: CellConfig) -> str:
-    return "-".join([config.kind, *config.switches()])
+    return "-".join([config.kind, *config.kernel_switches()])
 
 
 def _built(config: CellConfig, implementation: str = "auto") -> Cell:
@@ -36,8 +38,9 @@ def _built(config: CellConfig, implementation: str = "auto") -> Cell:
 
 
 def _state(cell: Cell, num_rows: int) -> State:
-    generator = torch.Generator().manual_seed(1)
-    return tuple(torch.randn(num_rows, cell.width, generator=generator) for _ in range(cell.state_parts))
+    """What some positions of another text leave behind."""
+    x_BTE = torch.randn(num_rows, 4, 6, generator=torch.Generator().manual_seed(1))
+    return tuple(part.detach() for part in cell(x_BTE, cell.initial_state(num_rows), None)[1])
 
 
 def _window(num_rows: int = 3, num_steps: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,16 +98,35 @@ def test_every_parameter_gets_a_gradient(config: CellConfig) -> None:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=_name)
+def test_a_carried_state_may_be_overwritten_before_backward(config: CellConfig) -> None:
+    """Training writes the next window's state over this one's before it takes the gradients."""
+    x_BTE, reset_BT = _window()
+    gradients = []
+    for overwritten in (False, True):
+        cell = _built(config)
+        state = tuple(part.clone() for part in _state(cell, 3))
+        y_BTD, last = cell(x_BTE, state, reset_BT)
+        if overwritten:
+            for part, new in zip(state, last, strict=True):
+                part.copy_(new.detach())
+        y_BTD.square().sum().backward()
+        gradients.append([parameter.grad for parameter in cell.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=_name)
 def test_weights_move_between_implementations(config: CellConfig) -> None:
     x_BTE, reset_BT = _window()
     results = {}
-    names = ("eager", "reference") if config.switches() else ("library", "eager", "reference")
-    for name in names:
-        cell = _built(config, name)
-        cell.load_state_dict(_built(config, "reference").state_dict())
-        results[name] = cell(x_BTE, _state(cell, 3), reset_BT)[0]
-    for name in names:
-        torch.testing.assert_close(results[name], results["reference"], rtol=1e-5, atol=1e-6)
+    for name in IMPLEMENTATIONS:
+        try:
+            cell = _built(config, name)
+            cell.load_state_dict(_built(config).state_dict())
+            results[name] = cell(x_BTE, _state(cell, 3), reset_BT)[0]
+        except UserError:
+            continue
+    assert {"auto", "reference"} < results.keys()
+    torch.testing.assert_close(results, dict.fromkeys(results, results["reference"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float32], ids=str)
@@ -114,7 +136,7 @@ def test_state_is_fp32_under_autocast(config: CellConfig, precision: torch.dtype
     x_BTE, reset_BT = _window()
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
         y_BTD, last = cell(x_BTE, cell.initial_state(3), reset_BT)
-    assert y_BTD.dtype == precision
+    assert y_BTD.dtype == (torch.float32 if cell.has_residual_stream else precision)
     assert all(part.dtype == torch.float32 for part in last)
 
 
@@ -130,6 +152,54 @@ def test_weights_start_within_xavier_bounds() -> None:
     assert 0.9 * bound < weight.abs().max().item() <= bound
 
 
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_recurrent_weights_start_as_wide_as_what_they_hear(kind: str) -> None:
+    """Each unit's sum over what it hears starts with the same variance, in heads of any width."""
+    torch.manual_seed(0)
+    config = CellConfig(kind, False, recurrence="block", num_heads=4)
+    weight_GK = config.build(8, 120).get_parameter("recurrent_weight").detach()
+    assert weight_GK.shape[1] == 30
+    bound = (6.0 / (30 + 30)) ** 0.5
+    assert 0.95 * bound < weight_GK.abs().max().item() <= bound
+    diagonal_G1 = CellConfig(kind, False, recurrence="diagonal").build(8, 120).get_parameter("recurrent_weight")
+    assert diagonal_G1.shape[1] == 1
+    assert diagonal_G1.abs().max().item() < 1.0, "no unit starts by feeding itself up"
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_unit_hears_its_head_or_itself_alone(kind: str) -> None:
+    heard = {}
+    for recurrence in ("full", "block", "diagonal"):
+        config = CellConfig(kind, False, False, True, recurrence=recurrence, num_heads=2, implementation="eager")
+        cell = _built(config, "eager")
+        hidden_BD, *others = _state(cell, 1)
+        hidden_BD.requires_grad_()
+        y_BD, _ = cell.step(torch.zeros(1, 6), (hidden_BD, *others))
+        heard[recurrence] = [
+            torch.autograd.grad(y_BD[0, unit], hidden_BD, retain_graph=True)[0][0].nonzero().flatten().tolist()
+            for unit in range(8)
+        ]
+    assert heard["full"] == [list(range(8))] * 8
+    assert heard["block"] == [list(range(4))] * 4 + [list(range(4, 8))] * 4
+    assert heard["diagonal"] == [[unit] for unit in range(8)]
+
+
+def test_the_recurrence_says_how_many_weights_a_token_meets() -> None:
+    counts = [
+        CellConfig("gru", False, recurrence=recurrence, num_heads=4).build(8, 8).matmul_parameters()
+        for recurrence in ("full", "block", "diagonal")
+    ]
+    assert counts == [3 * 8 * (8 + 8), 3 * 8 * (8 + 2), 3 * 8 * 8]
+
+
+def test_heads_share_the_width_equally_or_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="model.cell.num_heads=3: does not divide model.width=8; allowed: a divisor of 8"
+    ):
+        CellConfig("lstm", recurrence="block", num_heads=3).build(8, 8)
+    CellConfig("lstm", recurrence="diagonal", num_heads=3).build(8, 8)
+
+
 def test_coupling_saves_a_quarter_of_the_weights() -> None:
     counts = [CellConfig("lstm", coupled_gates=coupled).build(8, 8).matmul_parameters() for coupled in (True, False)]
     assert counts == [3 * 8 * 16, 4 * 8 * 16]
@@ -140,12 +210,27 @@ def test_coupling_saves_a_quarter_of_the_weights() -> None:
     [
         ({"kind": "rnn"}, ("model.cell.kind=rnn", "lstm, gru")),
         ({"kind": "gru"}, ("model.cell.coupled_gates=true", "gru", "allowed: false")),
-        ({"recurrence": "diagonal"}, ("model.cell.recurrence=diagonal", "allowed: full")),
-        ({"implementation": "fast"}, ("model.cell.implementation=fast", "auto, library, eager, reference")),
-        ({"implementation": "library"}, ("coupled_gates, layer_norm, temporal_residual", "auto, eager, reference")),
+        ({"recurrence": "sparse"}, ("model.cell.recurrence=sparse", "allowed: full, block, diagonal")),
+        ({"num_heads": 0}, ("model.cell.num_heads=0", "1 or more")),
+        ({"implementation": "fast"}, ("model.cell.implementation=fast", ", ".join(IMPLEMENTATIONS))),
+        (
+            {"implementation": "library"},
+            ("coupled_gates, layer_norm, temporal_residual", "auto, native, triton, eager, reference"),
+        ),
+        (
+            {
+                "kind": "gru",
+                "coupled_gates": False,
+                "layer_norm": False,
+                "temporal_residual": False,
+                "recurrence": "diagonal",
+                "implementation": "library",
+            },
+            ("model.cell.implementation=library", "diagonal"),
+        ),
     ],
 )
-def test_refuses_by_name(fields: dict[str, str], words: tuple[str, ...]) -> None:
+def test_refuses_by_name(fields: dict[str, object], words: tuple[str, ...]) -> None:
     with pytest.raises(UserError) as refusal:
         CellConfig(**fields)  # type: ignore[arg-type]
     assert all(word in str(refusal.value) for word in words)

@@ -9,6 +9,7 @@ from kernel_cases import (
     CORNER_CASES,
     LENGTHS,
     CellCase,
+    assert_accurate,
     assert_close,
     make_inputs,
     make_resets,
@@ -17,6 +18,7 @@ from kernel_cases import (
 )
 
 from reprise.kernels import eager, library, reference
+from reprise.runtime import UserError
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TEXTBOOK_CASES = [case for case in ALL_CASES if case.is_textbook]
@@ -32,9 +34,10 @@ def test_every_cell_equals_reference(case: CellCase, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("num_steps", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CORNER_CASES, ids=str)
-def test_every_length_equals_reference(case: CellCase, dtype: torch.dtype, num_steps: int) -> None:
-    inputs, reset_BT = make_inputs(case, dtype, num_steps=num_steps), make_resets(3, num_steps)
-    assert_close(outcome(eager, case, inputs, reset_BT), outcome(reference, case, inputs, reset_BT), dtype)
+def test_every_length_is_as_exact_as_its_format(case: CellCase, dtype: torch.dtype, num_steps: int) -> None:
+    inputs = make_inputs(case, dtype, num_rows=5, num_steps=num_steps, width_in=16, width=32)
+    reset_BT = make_resets(5, num_steps)
+    assert_accurate(outcome(eager, case, inputs, reset_BT), case, inputs, reset_BT, dtype=dtype)
 
 
 @pytest.mark.parametrize("case", CORNER_CASES, ids=str)
@@ -50,6 +53,15 @@ def test_no_resets_and_more_than_one_chunk_of_slopes(case: CellCase) -> None:
 def test_library_equals_reference(case: CellCase, dtype: torch.dtype, num_steps: int) -> None:
     inputs, reset_BT = make_inputs(case, dtype, num_steps=num_steps), make_resets(3, num_steps)
     assert_close(outcome(library, case, inputs, reset_BT), outcome(reference, case, inputs, reset_BT), dtype)
+
+
+@pytest.mark.parametrize("recurrence", ["block", "diagonal"])
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_library_refuses_a_recurrence_that_is_not_full(kind: str, recurrence: str) -> None:
+    case = CellCase(kind, recurrence=recurrence)
+    x_BTE, state, weights = make_inputs(case, torch.float32)
+    with pytest.raises(UserError, match=f"no {recurrence} recurrence; allowed: auto, eager, reference"):
+        getattr(library, kind)(x_BTE, state, None, weights, **case.arguments())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from reprise.cells.config import CellConfig
 from reprise.data.lanes import LaneReader
 from reprise.distributed.membership import lane_groups, lanes_of_rank
 from reprise.models import LanguageModel
@@ -190,3 +192,34 @@ def test_saved_states_go_to_whoever_owns_the_lane_now() -> None:
         hidden, memory = states.take(lanes.start, len(lanes))[0]
         assert torch.equal(hidden, saved[0][0][lanes.start : lanes.stop])
         assert torch.equal(memory, saved[0][1][lanes.start : lanes.stop])
+
+
+def test_caches_of_a_transformer_are_saved_and_go_to_other_ranks_as_hidden_states_do(
+    make_model: MakeModel, reader: LaneReader
+) -> None:
+    # Longer than two windows, so that the cache fills up over several of them.
+    cell = CellConfig("transformer", False, False, False, num_heads=2, context=20)
+    module = make_module(make_model(VOCAB_SIZE, cell=cell))
+    for step in range(3):
+        module.training_step(read_batch(reader, step, range(NUM_LANES)), step).backward()
+    assert module.train_states is not None
+    buffer = BytesIO()
+    torch.save([list(layer) for layer in module.train_states.take(0, NUM_LANES)], buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    assert all(part.dtype == torch.float32 and not part.requires_grad for layer in saved for part in layer)
+    expected, whole_loss = gradients_of_step(module, reader, 3)
+    parts, losses = [], []
+    for rank in range(2):
+        other = make_module(make_model(VOCAB_SIZE, cell=cell), world=World(rank, 2, rank, 2))
+        assert other.train_states is not None
+        put_lane_states(other.train_states, saved)
+        grads, loss = gradients_of_step(other, reader, 3)
+        parts.append(grads)
+        losses.append(loss)
+    for index, gradient in enumerate(expected):
+        mean = torch.stack([part[index] for part in parts]).mean(0)
+        assert (mean - gradient).norm() <= 1e-5 * gradient.norm()
+    assert sum(losses) / 2 == pytest.approx(whole_loss, rel=1e-5)
+    empty = make_module(make_model(VOCAB_SIZE, cell=cell))
+    assert gradients_of_step(empty, reader, 3)[1] != pytest.approx(whole_loss, rel=1e-4)

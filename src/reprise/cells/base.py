@@ -16,8 +16,13 @@ class Cell(nn.Module):
     """
 
     width: int
-    # Tensors [B, D] that make up the state, fp32.
+    # Tensors that make up the state, fp32, rows first: [B, D] each, unless the cell says otherwise.
     state_parts: int
+    # No position hears a later one, so that the next token can be predicted.
+    is_causal = True
+    # The output is the input plus what the cell found: it wants a norm before the output layer, and dropout on what is
+    # added only.
+    has_residual_stream = False
     # The switches of CellConfig that this kind has, and the structures of its recurrent product.
     switches: tuple[str, ...] = ()
     recurrences: tuple[str, ...] = ("full",)
@@ -46,3 +51,7 @@ class Cell(nn.Module):
     def matmul_parameters(self) -> int:
         """Weights that one token is multiplied with: what the count of operations is made from."""
         raise NotImplementedError
+
+    def multiply_adds_per_token(self) -> int:
+        """Multiply-adds of one token's matrix products, forward: one a weight, and those of states with states."""
+        return self.matmul_parameters()

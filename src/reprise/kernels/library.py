@@ -1,4 +1,4 @@
-"""PyTorch's own recurrent layers behind the signatures of `reference.py`: the textbook cells, no switch.
+"""PyTorch's own recurrent layers behind the signatures of `reference.py`: the textbook cells, full, without switches.
 
 Products run in the format asked for, cast here: under autocast on CPU the library's own layers would raise (LSTM in
 float16) or come back in another format than they computed in (GRU in bf16).
@@ -14,8 +14,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from reprise.kernels.products import product_dtype, state_dtype
+from reprise.kernels.products import product_dtype, recurrence_structure, state_dtype
 from reprise.kernels.reference import GruWeights, LstmWeights, State
+from reprise.runtime import UserError
 
 # Where each block of ours lies in the library's order: i, f, z, o.
 _LSTM_ORDER = (2, 1, 3, 0)
@@ -29,9 +30,13 @@ def lstm(
     *,
     coupled_gates: bool,
 ) -> tuple[Tensor, State]:
-    """torch.lstm; shapes as in `reference.lstm`. In bf16 it hands back a cell state rounded to bf16."""
+    """torch.lstm; shapes as in `reference.lstm`. In bf16 it hands back a cell state rounded to bf16.
+
+    Raises UserError for a recurrence that is not full.
+    """
     assert not coupled_gates and weights.norm_scale_D is None and weights.skip_scale_D is None, "switches are ours only"
-    product = product_dtype(weights.recurrent_GD)
+    _refuse_structure(weights.recurrent_GK, state[0].shape[1])
+    product = product_dtype(weights.recurrent_GK)
     weight_list = _library_weights(weights, product, order=_LSTM_ORDER, hidden_bias_G=None)
     hidden_BD, cell_BD = state
     pieces = []
@@ -49,9 +54,10 @@ def lstm(
 
 
 def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
-    """torch.gru; shapes as in `reference.gru`."""
+    """torch.gru; shapes as in `reference.gru`. Raises UserError for a recurrence that is not full."""
     assert weights.norm_scale_D is None and weights.skip_scale_D is None, "switches are ours only"
-    product = product_dtype(weights.recurrent_GD)
+    _refuse_structure(weights.recurrent_GK, state[0].shape[1])
+    product = product_dtype(weights.recurrent_GK)
     candidate_bias_D = weights.candidate_bias_D
     gate_bias = candidate_bias_D.new_zeros(2 * candidate_bias_D.shape[0])
     hidden_bias_G = torch.cat((gate_bias, candidate_bias_D))
@@ -67,6 +73,12 @@ def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeight
             hidden_BD = hidden_1BD[0]
             pieces.append(y_BTD)
     return torch.cat(pieces, dim=1), (hidden_BD.to(state_dtype(product)),)
+
+
+def _refuse_structure(recurrent_GK: Tensor, width: int) -> None:
+    structure = recurrence_structure(recurrent_GK, width)
+    if structure != "full":
+        raise UserError(f"implementation=library: has no {structure} recurrence; allowed: auto, eager, reference")
 
 
 def _layer_settings() -> tuple[bool, int, float, bool, bool, bool]:
@@ -85,7 +97,7 @@ def _library_weights(
 
     if hidden_bias_G is None:
         hidden_bias_G = torch.zeros_like(weights.bias_G, requires_grad=False)
-    sources = (weights.input_GE, weights.recurrent_GD, weights.bias_G, hidden_bias_G)
+    sources = (weights.input_GE, weights.recurrent_GK, weights.bias_G, hidden_bias_G)
     flat = torch.cat([part for source in sources for part in blocks(source)])
     views = flat.split_with_sizes([source.numel() for source in sources])
     return [view.view(source.shape) for view, source in zip(views, sources, strict=True)]

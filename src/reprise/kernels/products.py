@@ -1,6 +1,6 @@
 """Matrix products of the recurrent kernels: which number format they run in, and one weight multiplied many times.
 
-Legend: B rows, D width, N outputs, K inputs.
+Legend: B rows, D width, N outputs, K inputs, G all gates side by side (a multiple of D).
 """
 
 import torch
@@ -34,6 +34,25 @@ def state_dtype(product: torch.dtype) -> torch.dtype:
 def mixed_linear(x: Tensor, weight_NK: Tensor, product: torch.dtype) -> Tensor:
     """x[..., K] times weight[N, K] transposed, multiplied in `product`, returned in `state_dtype(product)`."""
     return dense(x.to(product), weight_NK.to(product)).to(state_dtype(product))
+
+
+def recurrence_structure(recurrent_GK: Tensor, width: int) -> str:
+    """Which units of the previous hidden state a gate's unit hears, by the second dimension of the recurrent weight.
+
+    full: K = D, all of them. block: K divides D, the K units of its head, which is head d // K for unit d.
+    diagonal: K = 1, itself. Raises UserError for any other K.
+    """
+    heard = recurrent_GK.shape[1]
+    if heard == width:
+        return "full"
+    if heard == 1:
+        return "diagonal"
+    if heard == 0 or width % heard != 0:
+        raise UserError(
+            f"recurrent weight {list(recurrent_GK.shape)} with a state of {width} units: its second dimension is "
+            f"{heard}; allowed: {width} (full), a divisor of {width} (block), 1 (diagonal)"
+        )
+    return "block"
 
 
 class PackedWeight:

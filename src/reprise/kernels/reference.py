@@ -2,21 +2,31 @@
 
 Every faster implementation has the names and signatures below and is compared with these functions.
 
-Legend: B rows, T time, D width, E input width, V vocabulary, N tokens, G all gates side by side (a multiple of D).
+Legend: B rows, T time, D width, E input width, V vocabulary, N tokens, G all gates side by side (a multiple of D),
+K units that a unit hears from.
+
+The recurrent product `R h` has three structures, told apart by the second dimension of the recurrent weight [G, K]:
+
+- full, K = D: (R h)_d = sum over all units k of R[d, k] h_k;
+- block, K = D / heads: the same over the K units of the head that d is in, head d // K, so that R is block-diagonal
+  (the heads of the sLSTM, Beck et al. 2024, section 2.2; within a head the units mix, between heads they do not);
+- diagonal, K = 1: (R h)_d = R[d] h_d, elementwise (IndRNN, Li et al. 2018; ParaRNN, Danieli et al. 2025, for LSTM and
+  GRU; QRNN, Bradbury et al. 2017, goes further and has no recurrent product at all).
 
 Number formats: matrix products in `products.product_dtype` (the weights' own, or autocast's), everything else and the
-carried state in fp32 (fp64 where the weights are fp64). Outputs come in the products' format.
+carried state in fp32 (fp64 where the weights are fp64). Outputs come in the products' format. A diagonal recurrence is
+no matrix product: it multiplies the state and the weight as they are, in fp32.
 
 Resets: where `reset_BT` is true, that row's state is zero before that position is read, exactly.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, layer_norm
 
-from reprise.kernels.products import mixed_linear, product_dtype, state_dtype
+from reprise.kernels.products import mixed_linear, product_dtype, recurrence_structure, state_dtype
 
 NORM_EPSILON = 1e-5
 IGNORE = -100
@@ -28,7 +38,7 @@ class LstmWeights(NamedTuple):
     """Gates in the order o, f, i, z; coupled gates have no i. The norm's pair and the skip are None when off."""
 
     input_GE: Tensor
-    recurrent_GD: Tensor
+    recurrent_GK: Tensor
     bias_G: Tensor
     norm_scale_D: Tensor | None = None
     norm_shift_D: Tensor | None = None
@@ -39,12 +49,15 @@ class GruWeights(NamedTuple):
     """Gates in the order r, z, n. `candidate_bias_D` is the bias inside the reset gate's product."""
 
     input_GE: Tensor
-    recurrent_GD: Tensor
+    recurrent_GK: Tensor
     bias_G: Tensor
     candidate_bias_D: Tensor
     norm_scale_D: Tensor | None = None
     norm_shift_D: Tensor | None = None
     skip_scale_D: Tensor | None = None
+
+
+Weights = TypeVar("Weights", LstmWeights, GruWeights)
 
 
 def lstm(
@@ -57,15 +70,16 @@ def lstm(
 ) -> tuple[Tensor, State]:
     """LSTM with three switches (Hochreiter and Schmidhuber 1997, forget gate of Gers et al. 2000).
 
-    a_t = W_input x_t + W_recurrent h_{t-1} + b;  o, f, i = sigmoid(a), z = tanh(a)
+    a_t = W x_t + R h_{t-1} + b;  o, f, i = sigmoid(a), z = tanh(a)
     c_t = f * c_{t-1} + i * z            coupled gates: i = 1 - f (Greff et al. 2017, CIFG)
     u_t = o * tanh(c_t)                  temporal residual: u_t = o * tanh(c_t) + s * h_{t-1}, s learned, a unit each
     h_t = u_t                            layer norm: h_t = LayerNorm(u_t)
 
     x [B, T, E], state (h [B, D], c [B, D]), reset [B, T] bool or None. Returns (y [B, T, D], (h, c) after the last
-    position).
+    position). Raises UserError for a recurrent weight of another shape than those above.
     """
-    product = product_dtype(weights.recurrent_GD)
+    product = product_dtype(weights.recurrent_GK)
+    weights = _with_kept_vectors(weights, state_dtype(product))
     hidden_BD, cell_BD = (part.to(state_dtype(product)) for part in state)
     outputs = []
     with torch.autocast(x_BTE.device.type, enabled=False):
@@ -74,7 +88,7 @@ def lstm(
             if reset_BT is not None:
                 hidden_BD = hidden_BD.masked_fill(reset_BT[:, t, None], 0.0)
                 cell_BD = cell_BD.masked_fill(reset_BT[:, t, None], 0.0)
-            gates_BG = drive_BTG[:, t] + mixed_linear(hidden_BD, weights.recurrent_GD, product)
+            gates_BG = drive_BTG[:, t] + _recurrent_product(hidden_BD, weights.recurrent_GK, product)
             if coupled_gates:
                 o_BD, f_BD, z_BD = gates_BG.chunk(3, dim=-1)
                 f_BD = torch.sigmoid(f_BD)
@@ -92,14 +106,16 @@ def lstm(
 def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
     """GRU (Cho et al. 2014) with the equations of torch.nn.GRU, and two switches.
 
-    r, z = sigmoid(W_input x_t + b + W_recurrent h_{t-1})
-    n = tanh(W_input x_t + b + r * (W_recurrent h_{t-1} + b_candidate))
+    r, z = sigmoid(W x_t + b + R h_{t-1})
+    n = tanh(W x_t + b + r * (R h_{t-1} + b_candidate))
     u_t = (1 - z) * n + z * h_{t-1}      temporal residual: u_t = (1 - z) * n + z * h_{t-1} + s * h_{t-1}, s learned
     h_t = u_t                            layer norm: h_t = LayerNorm(u_t)
 
     x [B, T, E], state (h [B, D],), reset [B, T] bool or None. Returns (y [B, T, D], (h,) after the last position).
+    Raises UserError for a recurrent weight of another shape than those above.
     """
-    product = product_dtype(weights.recurrent_GD)
+    product = product_dtype(weights.recurrent_GK)
+    weights = _with_kept_vectors(weights, state_dtype(product))
     hidden_BD = state[0].to(state_dtype(product))
     outputs = []
     with torch.autocast(x_BTE.device.type, enabled=False):
@@ -108,7 +124,7 @@ def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeight
             if reset_BT is not None:
                 hidden_BD = hidden_BD.masked_fill(reset_BT[:, t, None], 0.0)
             drive_r_BD, drive_z_BD, drive_n_BD = drive_BTG[:, t].chunk(3, dim=-1)
-            r_BD, z_BD, n_BD = mixed_linear(hidden_BD, weights.recurrent_GD, product).chunk(3, dim=-1)
+            r_BD, z_BD, n_BD = _recurrent_product(hidden_BD, weights.recurrent_GK, product).chunk(3, dim=-1)
             r_BD = torch.sigmoid(drive_r_BD + r_BD)
             z_BD = torch.sigmoid(drive_z_BD + z_BD)
             n_BD = torch.tanh(drive_n_BD + r_BD * (n_BD + weights.candidate_bias_D))
@@ -118,14 +134,35 @@ def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeight
     return torch.stack(outputs, dim=1), (hidden_BD,)
 
 
+def _with_kept_vectors(weights: Weights, kept: torch.dtype) -> Weights:
+    """Biases, norm and skip in the kept format: cast once, so that autograd sums their gradients over time in it."""
+    present = {name: part for name, part in weights._asdict().items() if part is not None}
+    return weights._replace(**{name: part.to(kept) for name, part in present.items() if part.dim() == 1})
+
+
+def _recurrent_product(hidden_BD: Tensor, recurrent_GK: Tensor, product: torch.dtype) -> Tensor:
+    """R h for all gates [B, G], in the kept format, in the structure that the weight's shape says."""
+    num_rows, width = hidden_BD.shape
+    structure = recurrence_structure(recurrent_GK, width)
+    if structure == "full":
+        return mixed_linear(hidden_BD, recurrent_GK, product)
+    if structure == "diagonal":
+        weight_XD = recurrent_GK.to(hidden_BD.dtype).view(-1, width)
+        return (weight_XD * hidden_BD.unsqueeze(1)).flatten(1)
+    heard = recurrent_GK.shape[1]
+    hidden_BHK = hidden_BD.to(product).view(num_rows, -1, heard)
+    weight_XHDK = recurrent_GK.to(product).view(-1, width // heard, heard, heard)
+    product_BXHD = torch.einsum("bhk,xhdk->bxhd", hidden_BHK, weight_XHDK)
+    return product_BXHD.flatten(1).to(hidden_BD.dtype)
+
+
 def _hidden(update_BD: Tensor, previous_BD: Tensor, weights: LstmWeights | GruWeights) -> Tensor:
     """The hidden state from a cell's update: skip between adjacent time steps first, then the norm."""
     if weights.skip_scale_D is not None:
-        update_BD = update_BD + weights.skip_scale_D.to(update_BD.dtype) * previous_BD
+        update_BD = update_BD + weights.skip_scale_D * previous_BD
     if weights.norm_scale_D is None or weights.norm_shift_D is None:
         return update_BD
-    scale_D, shift_D = weights.norm_scale_D.to(update_BD.dtype), weights.norm_shift_D.to(update_BD.dtype)
-    return layer_norm(update_BD, (update_BD.shape[-1],), scale_D, shift_D, NORM_EPSILON)
+    return layer_norm(update_BD, (update_BD.shape[-1],), weights.norm_scale_D, weights.norm_shift_D, NORM_EPSILON)
 
 
 def linear_cross_entropy(

@@ -3,9 +3,11 @@
 Every cell here ends a step in the same way (skip between time steps, then norm) and starts backward in the same way, so
 a variant of the hidden state (another norm, a scale on the skip) changes this file and `reference._hidden` only.
 
-Legend: B rows, T time, P time and the initial state before it (T + 1), N = T * B, D width, E input width, G all gates.
+Legend: B rows, T time, P time and the initial state before it (T + 1), S steps computed at once, N = T * B, D width,
+E input width, K inputs of a product, G all gates.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,16 @@ _layer_norm_backward = torch.ops.aten.native_layer_norm_backward
 
 # Rows (steps times rows of the batch) whose drive is computed at once: enough for a product to run at full speed.
 _AHEAD_ROWS = 256
+
+# Elements of one gate in a chunk of steps: half a MiB in fp32, which stays in a core's cache.
+_CHUNK_ELEMENTS = 1 << 17
+
+
+def chunks(num_steps: int, elements_a_step: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of chunks of steps that stay in cache, last chunk first."""
+    length = max(1, _CHUNK_ELEMENTS // elements_a_step)
+    for stop in range(num_steps, 0, -length):
+        yield max(0, stop - length), stop
 
 
 class Resets:
@@ -183,8 +195,8 @@ class Drive:
         if t % self._num_ahead == 0:
             ahead = slice(t, t + self._num_ahead)
             shares_NG = self._weight.times(self.x_TBE[ahead].flatten(0, 1))
-            gates_KBG = self.gates_TBG[ahead]
-            gates_KBG.copy_(shares_NG.view(gates_KBG.shape)).add_(self._bias_G)
+            gates_SBG = self.gates_TBG[ahead]
+            gates_SBG.copy_(shares_NG.view(gates_SBG.shape)).add_(self._bias_G)
 
 
 def squash(x: Tensor, out: Tensor) -> Tensor:

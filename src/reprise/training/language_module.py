@@ -43,8 +43,8 @@ class LaneStates:
                     kept[rows] = tensor.detach()
 
     def norms(self) -> list[list[float]]:
-        """Mean L2 norm over lanes of every state tensor, layer by layer: (h, c) or (h,)."""
-        return [[float(tensor.norm(dim=-1).mean()) for tensor in layer] for layer in self._state]
+        """Mean L2 norm over lanes of every state tensor [B, D], layer by layer: (h, c), (h,), or () for a cache."""
+        return [[float(tensor.norm(dim=-1).mean()) for tensor in layer if tensor.dim() == 2] for layer in self._state]
 
     def _rows(self, first_lane: int, num_lanes: int) -> slice:
         start = first_lane - self.lanes.start

@@ -10,8 +10,8 @@ from reprise.training.checkpoint import BrokenCheckpoint, load_checkpoint
 from reprise.training.recovery_state import KEY, check_identity
 
 # Settings of `model` that change no shape and no meaning of a weight.
-_FREE = {"model.dropout", "model.embedding_dropout", "model.cell.implementation"} | {
-    f"model.cell.{key}" for key in ("forget_bias", "residual_init", "norm_init")
+_FREE = {"model.dropout", "model.embedding_dropout"} | {
+    f"model.cell.{key}" for key in ("implementation", "context", "forget_bias", "residual_init", "norm_init")
 }
 
 

@@ -121,9 +121,9 @@ class ThroughputMonitor(lightning.Callback):
             values["mem/max_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
         assert module.train_states is not None
         norms = module.train_states.norms()
-        values["rnn/h_norm"] = sum(layer[0] for layer in norms) / len(norms)
-        if len(norms[0]) > 1:
-            values["rnn/c_norm"] = sum(layer[1] for layer in norms) / len(norms)
+        for index, name in enumerate(("rnn/h_norm", "rnn/c_norm")):
+            if len(norms[0]) > index:
+                values[name] = sum(layer[index] for layer in norms) / len(norms)
         return values
 
     def _clear_clocks(self) -> None:
