@@ -254,6 +254,8 @@ def test_digest_sees_what_can_change_a_number() -> None:
         "train.accumulate=2",
         "train.clip_norm=null",
         "train.num_threads=1",
+        "train.label_smoothing=0.1",
+        "train.z_loss=1e-4",
         "model/cell=gru",
         "model/cell=block_lstm",
         "model/cell=diagonal_lstm",

@@ -148,12 +148,24 @@ class LanguageModel(nn.Module):
         weight_VE = self._output_weight()
         return mixed_linear(self._project(hidden_BTD), weight_VE, product_dtype(weight_VE)) + self.output_bias
 
-    def loss_sum(self, hidden_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """Summed negative log-likelihood, nats, of the targets that are not -100: a scalar, fp32."""
+    def loss_sum(
+        self, hidden_BTD: Tensor, targets_BT: Tensor, *, label_smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> Tensor:
+        """Summed negative log-likelihood, nats, of the targets that are not -100: a scalar, fp32.
+
+        With `label_smoothing` or `z_loss` what training minimises instead: see `reference.linear_cross_entropy`.
+        """
         weight_VE = self._output_weight()
         kernel = pick("linear_cross_entropy", hidden_BTD.device.type, product_dtype(weight_VE), "auto")
         read_NE = self._project(hidden_BTD).flatten(0, 1)
-        total: Tensor = kernel(read_NE, weight_VE, self.output_bias, targets_BT.flatten())
+        total: Tensor = kernel(
+            read_NE,
+            weight_VE,
+            self.output_bias,
+            targets_BT.flatten(),
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
         return total
 
     def num_parameters(self) -> int:

@@ -50,7 +50,7 @@ def test_says_once_what_it_picked(capsys: pytest.CaptureFixture[str]) -> None:
         ("rnn", torch.float32, "auto", (), ("rnn", "lstm, gru")),
         ("lstm", torch.float32, "fast", (), ("implementation=fast", ", ".join(dispatch.IMPLEMENTATIONS))),
         ("gru", torch.float64, "library", ("layer_norm",), ("library", "layer_norm", "auto, eager, reference")),
-        ("linear_cross_entropy", torch.float32, "library", (), ("linear_cross_entropy", "auto, eager, reference")),
+        ("linear_cross_entropy", torch.float64, "library", (), ("linear_cross_entropy", "auto, eager, reference")),
     ],
 )
 def test_refuses_by_name(

@@ -1,12 +1,20 @@
 """The chunked loss against all logits at once, and against torch's cross-entropy."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from kernel_cases import BOUNDS, relative_rms
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from reprise.kernels import loss, reference
+from reprise.kernels import cpu_loss, loss, native, reference
+
+Kernel = Callable[..., Tensor]
+# Every fast implementation that runs here.
+KERNELS: list[Kernel] = [loss.linear_cross_entropy] + (
+    [] if native.library() is None else [cpu_loss.linear_cross_entropy]
+)
 
 
 def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -19,19 +27,27 @@ def _inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return hidden_ND, weight_VD, bias_V, targets_N
 
 
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 0.01), (0.1, 0.01)])
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 23, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_every_chunk_size_equals_all_logits(dtype: torch.dtype, chunk_tokens: int | None) -> None:
+def test_every_chunk_size_equals_all_logits(
+    dtype: torch.dtype, chunk_tokens: int | None, smoothing: float, z_loss: float
+) -> None:
     hidden_ND, weight_VD, bias_V, targets_N = _inputs(dtype)
     leaves = (hidden_ND, weight_VD, bias_V)
     results = []
-    for kernel in (loss.linear_cross_entropy, reference.linear_cross_entropy):
-        total = kernel(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=chunk_tokens)
+    kernels = [reference.linear_cross_entropy, loss.linear_cross_entropy]
+    kernels += [] if dtype == torch.float64 else KERNELS[1:]
+    for kernel in kernels:
+        total = kernel(
+            hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=chunk_tokens, label_smoothing=smoothing, z_loss=z_loss
+        )
         gradients = torch.autograd.grad(3.0 * total, leaves)
         results.append((total.detach(), *gradients))
-    for value, expected in zip(*results, strict=True):
-        assert value.dtype == expected.dtype
-        assert relative_rms(value, expected) <= BOUNDS[dtype]
+    for result in results[1:]:
+        for value, expected in zip(result, results[0], strict=True):
+            assert value.dtype == expected.dtype
+            assert relative_rms(value, expected) <= BOUNDS[dtype]
 
 
 def test_equals_torch_cross_entropy() -> None:
@@ -41,35 +57,68 @@ def test_equals_torch_cross_entropy() -> None:
     torch.testing.assert_close(loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N), expected)
 
 
-def test_autocast_keeps_softmax_and_sum_in_fp32() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_autocast_keeps_softmax_and_sum_in_fp32(kernel: Kernel) -> None:
     hidden_ND, weight_VD, bias_V, targets_N = _inputs(torch.float32)
     expected = reference.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N)
     with torch.autocast("cpu", torch.bfloat16):
-        total = loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
+        total = kernel(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
     torch.autograd.backward(total)
     assert total.dtype == torch.float32
     assert weight_VD.grad is not None and weight_VD.grad.dtype == torch.float32
     assert relative_rms(total.detach(), expected.detach()) <= BOUNDS[torch.bfloat16]
 
 
-def test_nothing_to_predict_costs_nothing() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nothing_to_predict_costs_nothing(kernel: Kernel) -> None:
     hidden_ND, weight_VD, bias_V, targets_N = _inputs(torch.float32)
-    total = loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, torch.full_like(targets_N, reference.IGNORE))
+    total = kernel(hidden_ND, weight_VD, bias_V, torch.full_like(targets_N, reference.IGNORE))
     torch.autograd.backward(total)
     assert total.item() == 0.0
     assert hidden_ND.grad is not None and not hidden_ND.grad.any()
 
 
-def test_without_gradients_gives_the_same_loss() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_without_gradients_gives_the_same_loss(kernel: Kernel) -> None:
     hidden_ND, weight_VD, bias_V, targets_N = _inputs(torch.float32)
     with torch.no_grad():
-        value = loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
-    expected = loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
+        value = kernel(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
+    expected = kernel(hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens=7)
     assert not value.requires_grad
     assert torch.equal(value, expected.detach())
 
 
-def test_a_hopeless_prediction_is_finite() -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_hopeless_prediction_is_finite(kernel: Kernel) -> None:
     weight_VD = torch.tensor([[200.0], [-200.0]])
-    total = loss.linear_cross_entropy(torch.ones(1, 1), weight_VD, torch.zeros(2), torch.tensor([1]))
+    total = kernel(torch.ones(1, 1), weight_VD, torch.zeros(2), torch.tensor([1]))
     assert total.item() == pytest.approx(400.0)
+
+
+@pytest.mark.parametrize("target", [31, -1])
+def test_a_target_outside_the_vocabulary_is_an_error(target: int) -> None:
+    if native.library() is None:
+        pytest.skip("no C++ compiler here")
+    hidden_ND, weight_VD, bias_V, targets_N = _inputs(torch.float32)
+    targets_N[5] = target
+    with pytest.raises(IndexError, match=f"target {target}: the vocabulary has 31 words"):
+        cpu_loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_vocabulary_of_no_whole_vectors(dtype: torch.dtype) -> None:
+    """A thousand words and a remainder, and rows that threads share unevenly."""
+    generator = torch.Generator().manual_seed(3)
+    hidden_ND = torch.randn(37, 16, generator=generator).to(dtype).requires_grad_()
+    weight_VD = torch.randn(1003, 16, generator=generator).to(dtype).requires_grad_()
+    bias_V = torch.randn(1003, generator=generator).to(dtype).requires_grad_()
+    targets_N = torch.randint(1003, (37,), generator=generator)
+    wide = [part.detach().double().requires_grad_() for part in (hidden_ND, weight_VD, bias_V)]
+    expected = reference.linear_cross_entropy(*wide, targets_N)
+    gradients = torch.autograd.grad(expected, wide)
+    bound = 1e-5 if dtype == torch.float32 else 1e-2
+    for kernel in KERNELS:
+        total = kernel(hidden_ND, weight_VD, bias_V, targets_N)
+        assert relative_rms(total.detach(), expected.detach()) < min(bound, 1e-3)
+        for value, wanted in zip(torch.autograd.grad(total, (hidden_ND, weight_VD, bias_V)), gradients, strict=True):
+            assert relative_rms(value, wanted) < bound

@@ -40,7 +40,9 @@ def reader() -> LaneReader:
     return LaneReader(stream, num_lanes=NUM_LANES, window=WINDOW, seed=1, eos_id=0, shuffle=False)
 
 
-def make_module(model: LanguageModel, *, world: World | None = None, accumulate: int = 1) -> LanguageModule:
+def make_module(
+    model: LanguageModel, *, world: World | None = None, accumulate: int = 1, label_smoothing: float = 0.0
+) -> LanguageModule:
     world = world or World()
     module = LanguageModule(
         model,
@@ -52,6 +54,7 @@ def make_module(model: LanguageModel, *, world: World | None = None, accumulate:
         accumulate=accumulate,
         seed=5,
         identity={},
+        label_smoothing=label_smoothing,
     )
     module.on_fit_start()
     return module
@@ -95,6 +98,18 @@ def test_ranks_and_groups_add_up_to_the_gradient_of_one_whole_batch(
 def test_lanes_of_the_last_window_are_unequal(reader: LaneReader) -> None:
     batch = read_batch(reader, 3, range(NUM_LANES))
     assert set((batch.targets_BT >= 0).sum(1).tolist()) == {1, 2}
+
+
+def test_label_smoothing_is_for_training_only(make_model: MakeModel, reader: LaneReader) -> None:
+    batch = read_batch(reader, 0, range(NUM_LANES))
+    modules = [make_module(make_model(VOCAB_SIZE), label_smoothing=share) for share in (0.0, 0.2)]
+    plain, smooth = (module.training_step(batch, 0).item() for module in modules)
+    assert abs(plain - smooth) > 1e-4
+    for module in modules:
+        module.on_validation_epoch_start()
+        with torch.no_grad():
+            module.validation_step(batch, 0)
+        assert module.eval_tally.loss == pytest.approx(plain, rel=1e-6)
 
 
 def test_loss_is_the_mean_over_targets(make_model: MakeModel, reader: LaneReader) -> None:

@@ -9,6 +9,7 @@ import torch
 from reprise.kernels import (
     attention,
     cpu,
+    cpu_loss,
     cpu_scan,
     eager,
     gpu,
@@ -67,7 +68,11 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "eager": scan.rglru,
         "reference": reference_scan.rglru,
     },
-    "linear_cross_entropy": {"eager": loss.linear_cross_entropy, "reference": reference.linear_cross_entropy},
+    "linear_cross_entropy": {
+        "native": cpu_loss.linear_cross_entropy,
+        "eager": loss.linear_cross_entropy,
+        "reference": reference.linear_cross_entropy,
+    },
 }
 IMPLEMENTATIONS = ("auto", "native", "triton", "library", "eager", "reference")
 

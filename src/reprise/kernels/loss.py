@@ -7,6 +7,8 @@ al. 2024, arXiv:2410.10989, section 3).
 Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,22 +24,100 @@ _GPU_CHUNK_ELEMENTS = 1 << 26
 _MIN_CHUNK_TOKENS = 256
 
 
+# The losses [C] of one chunk from its scores [C, V] without bias, which become their gradient where that is wanted.
+ChunkLoss = Callable[[Tensor, Tensor, Tensor, "Penalties", bool], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Switches of the loss: both are off at zero. See `reference.linear_cross_entropy`."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *, chunk_tokens: int | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor,
+    targets_N: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
 
     Targets equal to IGNORE count nothing. Products run in the weight's format or autocast's, softmax and sums in fp32.
     """
+    return chunked(
+        hidden_ND,
+        weight_VD,
+        bias_V,
+        targets_N,
+        chunk_loss=chunk_loss,
+        chunk_tokens=chunk_tokens,
+        penalties=Penalties(label_smoothing, z_loss),
+    )
+
+
+def chunked(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor,
+    targets_N: Tensor,
+    *,
+    chunk_loss: ChunkLoss,
+    chunk_tokens: int | None,
+    penalties: Penalties,
+) -> Tensor:
+    """The sum over all chunks, with the softmax of a chunk left to `chunk_loss`."""
     product = product_dtype(weight_VD)
     if chunk_tokens is None:
         budget = _CPU_CHUNK_ELEMENTS if hidden_ND.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
         chunk_tokens = max(_MIN_CHUNK_TOKENS, budget // weight_VD.shape[0])
     with torch.autocast(hidden_ND.device.type, enabled=False):
         total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, bias_V, targets_N, chunk_tokens, product, torch.is_grad_enabled()
+            hidden_ND,
+            weight_VD,
+            bias_V,
+            targets_N,
+            chunk_loss,
+            penalties,
+            chunk_tokens,
+            product,
+            torch.is_grad_enabled(),
         )
     return total
+
+
+def chunk_loss(
+    scores_CV: Tensor, bias_V: Tensor, targets_C: Tensor, penalties: Penalties, wants_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses [C] and the gradient [C, V] of their sum by the scores, in the scores' format (any, if not wanted)."""
+    kept = state_dtype(scores_CV.dtype)
+    valid_C = targets_C != IGNORE
+    targets_C1 = targets_C.masked_fill(~valid_C, 0).unsqueeze(1)
+    kept_CV = scores_CV.to(kept) + bias_V.to(kept)
+    target_C, mean_C = kept_CV.gather(1, targets_C1)[:, 0], kept_CV.mean(dim=1)
+    largest_C = kept_CV.amax(dim=1)
+    torch.softmax(kept_CV, dim=-1, out=kept_CV)
+    # log sum exp from the likeliest word, whose probability cannot underflow as the target's can.
+    log_sum_C = largest_C - kept_CV.amax(dim=1).log_()
+    smoothing, z_loss = penalties.label_smoothing, penalties.z_loss
+    loss_C = log_sum_C - (1.0 - smoothing) * target_C - smoothing * mean_C + z_loss * log_sum_C.square()
+    loss_C = loss_C.masked_fill(~valid_C, 0.0)
+    if not wants_gradient:
+        return loss_C, scores_CV
+    # By the scores: probabilities, less one at the target; and nothing for an ignored token.
+    if z_loss > 0.0:
+        kept_CV *= (1.0 + 2.0 * z_loss * log_sum_C).unsqueeze(1)
+    kept_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=kept).mul_(1.0 - smoothing))
+    if smoothing > 0.0:
+        kept_CV -= smoothing / kept_CV.shape[1]
+    if not valid_C.all():
+        kept_CV *= valid_C.unsqueeze(1)
+    return loss_C, kept_CV.to(scores_CV.dtype)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -48,6 +128,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_VD: Tensor,
         bias_V: Tensor,
         targets_N: Tensor,
+        chunk_loss: ChunkLoss,
+        penalties: Penalties,
         chunk_tokens: int,
         product: torch.dtype,
         wants_gradients: bool,
@@ -59,23 +141,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight_VD = torch.zeros_like(weight_VD, dtype=kept) if wants_gradients else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=kept) if wants_gradients else None
         # One buffer for all chunks: fresh memory of this size costs more in page faults than the arithmetic on it.
-        scores_CV = hidden_ND.new_empty((min(chunk_tokens, hidden_ND.shape[0]), weight_VD.shape[0]), dtype=kept)
+        room_CV = read_ND.new_empty((min(chunk_tokens, hidden_ND.shape[0]), weight_VD.shape[0]))
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             read_CD, targets_C = read_ND[start : start + chunk_tokens], targets_N[start : start + chunk_tokens]
-            valid_C = targets_C != IGNORE
-            targets_C1 = targets_C.masked_fill(~valid_C, 0).unsqueeze(1)
-            scores_CV = scores_CV[: len(read_CD)]
-            scores_CV.copy_(torch.mm(read_CD, read_VD.t())).add_(bias_V)
-            target_C, largest_C = scores_CV.gather(1, targets_C1)[:, 0], scores_CV.amax(dim=1)
-            torch.softmax(scores_CV, dim=-1, out=scores_CV)
-            # log sum exp from the likeliest word, whose probability cannot underflow as the target's can.
-            nll_C = largest_C - scores_CV.amax(dim=1).log_() - target_C
-            total += nll_C.masked_fill_(~valid_C, 0.0).sum()
+            scores_CV = torch.mm(read_CD, read_VD.t(), out=room_CV[: len(read_CD)])
+            loss_C, grad_CV = chunk_loss(scores_CV, bias_V, targets_C, penalties, wants_gradients)
+            total += loss_C.sum()
             if grad_hidden_ND is None or grad_weight_VD is None or grad_bias_V is None:
                 continue
-            # d nll / d logits = probabilities - one at the target, and nothing for an ignored token.
-            scores_CV.scatter_add_(1, targets_C1, torch.full_like(targets_C1, -1, dtype=kept))
-            grad_CV = (scores_CV * valid_C.unsqueeze(1)).to(product) if not valid_C.all() else scores_CV.to(product)
             grad_bias_V += torch.mm(grad_CV.new_ones(1, len(grad_CV)), grad_CV)[0]
             grad_hidden_ND[start : start + chunk_tokens] = torch.mm(grad_CV, read_VD)
             grad_weight_VD += torch.mm(grad_CV.t(), read_CD)
@@ -92,5 +165,5 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_hidden_ND * grad_total.to(grad_hidden_ND.dtype),
             (grad_weight_VD * grad_total).to(weight_dtype),
             (grad_bias_V * grad_total).to(bias_dtype),
-            *(None,) * 4,
+            *(None,) * 6,
         )

@@ -166,13 +166,30 @@ def _hidden(update_BD: Tensor, previous_BD: Tensor, weights: LstmWeights | GruWe
 
 
 def linear_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_N: Tensor, *, chunk_tokens: int | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor,
+    targets_N: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Tensor:
     """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
 
     Targets equal to IGNORE count nothing. All logits are materialised; `chunk_tokens` is for the twin in `loss.py`.
+
+    `label_smoothing` gives that share of a target's weight to all words alike (Szegedy et al. 2016, section 7);
+    `z_loss` adds that multiple of (log sum exp of the logits)^2 a token, which keeps logits from drifting (PaLM,
+    Chowdhery et al. 2022, section 5). Both are off at zero.
     """
     product = product_dtype(weight_VD)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         logits_NV = mixed_linear(hidden_ND, weight_VD, product) + bias_V
-        return cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum")
+        total = cross_entropy(
+            logits_NV, targets_N, ignore_index=IGNORE, reduction="sum", label_smoothing=label_smoothing
+        )
+        if z_loss == 0.0:
+            return total
+        log_sum_N = torch.logsumexp(logits_NV, dim=1).masked_fill(targets_N == IGNORE, 0.0)
+        return total + z_loss * log_sum_N.square().sum()

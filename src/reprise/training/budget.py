@@ -24,6 +24,10 @@ class TrainConfig:
     log_every_steps: int = 20
     validate_every_steps: Optional[int] = None
     num_threads: Optional[int] = None
+    # Share of every target's weight that goes to all words alike, and the weight of (log sum exp of the logits)^2.
+    # What they add is part of train/loss; val/loss and test/loss are always the plain one.
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     def __post_init__(self) -> None:
         for key in (
@@ -39,6 +43,10 @@ class TrainConfig:
             value = getattr(self, key)
             if value is not None and value <= 0:
                 raise UserError(f"train.{key}={value}: more than 0")
+        if not 0.0 <= self.label_smoothing < 1.0:
+            raise UserError(f"train.label_smoothing={self.label_smoothing}: allowed: 0 up to but not including 1")
+        if self.z_loss < 0.0:
+            raise UserError(f"train.z_loss={self.z_loss}: at least 0")
 
     def planned_steps(self, tokens_per_step: int) -> int | None:
         """Optimizer steps asked for, from max_steps and max_tokens; None when only wall time limits the run."""

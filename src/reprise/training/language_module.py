@@ -101,6 +101,8 @@ class LanguageModule(lightning.LightningModule):
         seed: int,
         identity: dict[str, Any],
         corpus_name: str = "",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         self.model = model
@@ -113,6 +115,8 @@ class LanguageModule(lightning.LightningModule):
         self.seed = seed
         self.identity = identity
         self.corpus_name = corpus_name
+        self.label_smoothing = label_smoothing
+        self.z_loss = z_loss
         self.skipped_steps = 0
         self.grad_norm = torch.zeros(())
         self.log_window = LogWindow()
@@ -134,11 +138,13 @@ class LanguageModule(lightning.LightningModule):
         keys_B = self._dropout_keys(batch.step, batch.first_lane, num_lanes)
         hidden_BTD, state = self.model(batch.tokens_BT, state, batch.reset_BT, keys_B)
         self.train_states.put(batch.first_lane, num_lanes, state)
-        nll_sum = self.model.loss_sum(hidden_BTD, batch.targets_BT)
-        self.log_window.tally.add(nll_sum.detach(), batch.num_own_targets)
+        loss_sum = self.model.loss_sum(
+            hidden_BTD, batch.targets_BT, label_smoothing=self.label_smoothing, z_loss=self.z_loss
+        )
+        self.log_window.tally.add(loss_sum.detach(), batch.num_own_targets)
         self.log_window.num_resets += batch.num_resets
         # A step's loss is a sum over ranks and groups by the step's targets; DDP and Lightning take means over them.
-        return nll_sum * (self.world.size * self.accumulate / batch.num_targets)
+        return loss_sum * (self.world.size * self.accumulate / batch.num_targets)
 
     def _dropout_keys(self, step: int, first_lane: int, num_lanes: int) -> Tensor:
         """A key a lane from (seed, step, lane), so that a mask is the same on whichever rank the lane is."""

@@ -94,6 +94,8 @@ class Session:
             seed=settings.seed,
             identity=identity,
             corpus_name=corpus.folder.name,
+            label_smoothing=train.label_smoothing,
+            z_loss=train.z_loss,
         )
         metrics = StepMetrics(train.log_every_steps)
         self.stop_signal = StopSignal()
