@@ -30,6 +30,7 @@ def test_a_run_leaves_what_a_reader_needs(straight: Path) -> None:
     assert result["device"] == "cpu" and result["precision"] == "32-true" and result["ranks"] == 1
     assert result["progress/step"] == 50 and result["progress/tokens"] == 50 * 8 * 32
     assert result["test/bpb"] > 0 and result["sample"] and len(result["weights_sha256"]) == 64
+    assert result["perf/tokens_per_s"] > 0 and 0.1 < result["mem/max_resident_gib"] < 100
     assert "torch" in result["versions"]
     assert "model.dropout=0.2" in (folder / "overrides.txt").read_text().splitlines()
     assert [path.name[:13] for path in sorted((folder / "checkpoints").iterdir())] == ["step_00000040", "step_00000050"]

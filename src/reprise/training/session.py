@@ -208,6 +208,7 @@ class Session:
         seconds = self.budget.elapsed_s()
         rows = read_curves(self.run.metrics) if self.run.metrics.exists() else []
         logged = [row for row in rows if "train/loss" in row]
+        peaks = sorted({name for row in logged for name in row if name.startswith("mem/")})
         return self.device_facts() | {
             "progress/step": int(progress["progress/step"]),
             "progress/tokens": int(progress["progress/tokens"]),
@@ -216,4 +217,6 @@ class Session:
             "train_seconds": round(seconds, 3),
             # Of the log windows, which leave validation and saving out.
             "perf/tokens_per_s": median(row["perf/tokens_per_s"] for row in logged) if logged else None,
+            # Peaks of every process that took part: a resumed run has had several.
+            **{name: max(row[name] for row in logged if name in row) for name in peaks},
         }
