@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,19 @@ def test_autograd_finds_the_gradients_of_the_operator() -> None:
     )
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.reprise.recurrence.default, arguments, test_utils=utilities)
+
+
+@pytest.mark.parametrize("case", [OPTIMIZED, CellCase("gru")], ids=str)
+def test_torch_compile_takes_a_cell_whole(case: CellCase) -> None:
+    x_BTE, state, weights = make_inputs(case, torch.float32, num_steps=2)
+    kernel = partial(getattr(cpu, case.kind), **case.arguments())
+    compiled = torch.compile(kernel, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (kernel, compiled):
+        y_BTD, last = function(x_BTE, state, make_resets(3, 2), weights)
+        total = y_BTD.sum() + last[0].square().sum()
+        results.append((y_BTD, *last, *torch.autograd.grad(total, (x_BTE, weights.recurrent_GK))))
+    assert all(torch.equal(part, other) for part, other in zip(*results, strict=True))
 
 
 def test_autocast_runs_products_in_bf16_and_keeps_fp32_state() -> None:

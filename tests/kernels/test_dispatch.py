@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from reprise.kernels import cpu, dispatch, eager, library, reference
+from reprise.kernels import cpu, dispatch, eager, library, native, reference
 from reprise.runtime import UserError
 
 
 def test_auto_is_what_runs_fastest_here(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.pick.cache_clear()
-    monkeypatch.setattr(cpu, "available", lambda: True)
+    monkeypatch.setattr(native, "library", object)
     assert dispatch.pick("lstm", "cpu", torch.float32, "auto") is library.lstm
     assert dispatch.pick("lstm", "cpu", torch.bfloat16, "auto") is cpu.lstm
     assert dispatch.pick("lstm", "cpu", torch.float32, "auto", switches=("layer_norm",)) is cpu.lstm
@@ -20,7 +20,7 @@ def test_auto_is_what_runs_fastest_here(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_auto_without_native_code_is_the_library_and_else_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.pick.cache_clear()
-    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(native, "library", lambda: None)
     assert dispatch.pick("gru", "cpu", torch.float32, "auto") is library.gru
     assert dispatch.pick("gru", "cpu", torch.float32, "auto", switches=("layer_norm",)) is eager.gru
     with pytest.raises(UserError, match="implementation=native: no native library here; allowed: auto, library"):

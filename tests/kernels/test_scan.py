@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from kernel_cases import ACCURACY, LENGTHS, make_resets, relative_rms
 from torch import Tensor
 
-from reprise.kernels import cpu, cpu_scan, native, reference_scan, scan
+from reprise.kernels import cpu_scan, native, reference_scan, scan
 from reprise.kernels.reference_scan import MinimalWeights, RgLruWeights
 from reprise.runtime import UserError
 
 NUM_GATES = {"mingru": 2, "minlstm": 3, "rglru": 3}
 CELLS = tuple(NUM_GATES)
-needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library here")
+needs_native = pytest.mark.skipif(native.library() is None, reason="no native library here")
 FAST = [pytest.param(scan, id="eager"), pytest.param(cpu_scan, id="native", marks=needs_native)]
 ALL = [pytest.param(reference_scan, id="reference"), *FAST]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -123,7 +123,7 @@ def test_cell_of_every_length_equals_float64(
 
 def _compare_at_random(data: st.DataObject) -> None:
     cell = data.draw(st.sampled_from((*CELLS, "linear_scan")))
-    kernels = data.draw(st.sampled_from([scan, cpu_scan] if cpu.available() else [scan]))
+    kernels = data.draw(st.sampled_from([scan, cpu_scan] if native.library() is not None else [scan]))
     dtype = data.draw(st.sampled_from(DTYPES))
     shape = tuple(data.draw(st.integers(1, most)) for most in (5, 70, 70))
     seed = data.draw(st.integers(0, 2**16))
@@ -290,10 +290,12 @@ class TestNative:
     """What only the custom operators promise."""
 
     def test_formats_it_lacks_are_refused_by_name(self) -> None:
-        with pytest.raises(UserError, match="implementation=native: no scan in float64; allowed: auto, eager"):
+        with pytest.raises(
+            UserError, match="implementation=native: no native products in float64; allowed: auto, eager"
+        ):
             cpu_scan.linear_scan(*_scan_inputs((1, 2, 3), torch.float64), None)
         x_BTE, initial_BD, *parts = _cell_inputs("mingru", (1, 2, 3), torch.float16)
-        with pytest.raises(UserError, match="no scan in float16"):
+        with pytest.raises(UserError, match="no native products in float16"):
             cpu_scan.mingru(x_BTE, (initial_BD,), None, MinimalWeights(*parts))
 
     @pytest.mark.parametrize("shape", [(1, 9, 100), (5, 9, 19)])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from reprise.cells.base import Cell, State
-from reprise.kernels.dispatch import pick
+from reprise.kernels.dispatch import Kernel, pick
 from reprise.kernels.products import product_dtype
 from reprise.kernels.reference import GruWeights, LstmWeights
 
@@ -66,6 +66,11 @@ class GatedCell(Cell):
         recurrent = 0 if self.config.recurrence == "diagonal" else self.recurrent_weight.numel()
         return self.input_weight.numel() + recurrent
 
+    def kernel(self, device: str) -> Kernel:
+        """What runs a window on a device type, in the formats that now hold."""
+        product, switches = product_dtype(self.recurrent_weight), self.config.kernel_switches()
+        return pick(self.config.kind, device, product, self.config.implementation, switches=switches)
+
     def norm(self) -> tuple[Tensor | None, Tensor | None]:
         """Scale and shift of the norm on the hidden state, or a pair of None."""
         return (self.norm_scale, self.norm_shift) if self.config.layer_norm else (None, None)
@@ -91,13 +96,7 @@ class LstmCell(GatedCell):
             self.bias[self.width : 2 * self.width] = self.config.forget_bias
 
     def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
-        kernel = pick(
-            "lstm",
-            x_BTE.device.type,
-            product_dtype(self.recurrent_weight),
-            self.config.implementation,
-            switches=self.config.kernel_switches(),
-        )
+        kernel = self.kernel(x_BTE.device.type)
         weights = LstmWeights(self.input_weight, self.recurrent_weight, self.bias, *self.norm(), self.skip_scale)
         result: tuple[Tensor, State] = kernel(x_BTE, state, reset_BT, weights, coupled_gates=self.config.coupled_gates)
         return result
@@ -114,13 +113,7 @@ class GruCell(GatedCell):
         self.candidate_bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
-        kernel = pick(
-            "gru",
-            x_BTE.device.type,
-            product_dtype(self.recurrent_weight),
-            self.config.implementation,
-            switches=self.config.kernel_switches(),
-        )
+        kernel = self.kernel(x_BTE.device.type)
         weights = GruWeights(
             self.input_weight, self.recurrent_weight, self.bias, self.candidate_bias, *self.norm(), self.skip_scale
         )

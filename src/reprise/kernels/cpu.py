@@ -8,7 +8,6 @@ Legend: B rows, T time, D width, E input width, K inputs of a unit's recurrent p
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +17,6 @@ from torch.nn.functional import linear as dense
 from reprise.kernels import native
 from reprise.kernels.products import product_dtype
 from reprise.kernels.reference import NORM_EPSILON, GruWeights, LstmWeights, State
-from reprise.runtime import UserError
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -53,16 +49,12 @@ class _Window(ctypes.Structure):
     )
 
 
-def available() -> bool:
-    """Whether there is a native library; says why not the first time it is asked."""
-    return native.library() is not None
-
-
 def lstm(
     x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: LstmWeights, *, coupled_gates: bool
 ) -> tuple[Tensor, State]:
     """As `reference.lstm`. Raises UserError where the products are neither fp32 nor bf16."""
-    product = _checked_product(weights.recurrent_GK)
+    product = product_dtype(weights.recurrent_GK)
+    native.check_format(product)
     with torch.autocast("cpu", enabled=False):
         y_BTD, hidden_BD, cell_BD, *_ = torch.ops.reprise.recurrence(
             dense(x_BTE.to(product), weights.input_GE.to(product)),
@@ -82,7 +74,8 @@ def lstm(
 
 def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
     """As `reference.gru`. Raises UserError where the products are neither fp32 nor bf16."""
-    product = _checked_product(weights.recurrent_GK)
+    product = product_dtype(weights.recurrent_GK)
+    native.check_format(product)
     with torch.autocast("cpu", enabled=False):
         # The kernel's order of the input's gates is n, r, z: with r, z, c of the recurrent product one tensor of
         # gradients, n r z c, holds what both products need.
@@ -103,22 +96,6 @@ def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeight
     return y_BTD, (hidden_BD,)
 
 
-def _checked_product(weight: Tensor) -> torch.dtype:
-    product = product_dtype(weight)
-    if product not in DTYPES:
-        name = str(product).removeprefix("torch.")
-        raise UserError(f"implementation=native: no products in {name}; allowed: auto, eager, reference")
-    return product
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = native.library()
-    if library is None:
-        raise UserError("implementation=native: there is no native library here; allowed: auto, eager, reference")
-    return library
-
-
 def _call(
     function: str, kind: str, product: torch.dtype, parts: dict[str, Tensor | None], *, reset_BT: Tensor | None
 ) -> None:
@@ -135,7 +112,9 @@ def _call(
         norm_epsilon=NORM_EPSILON,
         **{name: None if part is None else part.data_ptr() for name, part in tensors.items()},
     )
-    status = getattr(_library(), function)(ctypes.byref(window), _CELLS[kind].number, int(product == torch.bfloat16))
+    status = getattr(native.require(), function)(
+        ctypes.byref(window), _CELLS[kind].number, int(product == torch.bfloat16)
+    )
     if status != 0:
         raise MemoryError(f"no memory for a window of {window.num_steps} steps of {window.num_rows} rows")
 

@@ -4,50 +4,25 @@ Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
 """
 
 import ctypes
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from reprise.kernels import native
-from reprise.kernels.loss import Penalties, chunked
-from reprise.kernels.products import product_dtype
+from reprise.kernels import loss, native
+from reprise.kernels.loss import Penalties
 from reprise.kernels.reference import IGNORE
-from reprise.runtime import UserError
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 
-def linear_cross_entropy(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor,
-    targets_N: Tensor,
-    *,
-    chunk_tokens: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """As `reference.linear_cross_entropy`. Raises UserError where the products are neither fp32 nor bf16."""
-    product = product_dtype(weight_VD)
-    if product not in DTYPES:
-        name = str(product).removeprefix("torch.")
-        raise UserError(f"implementation=native: no products in {name}; allowed: auto, eager, reference")
-    return chunked(
-        hidden_ND,
-        weight_VD,
-        bias_V,
-        targets_N,
-        chunk_loss=_chunk_loss,
-        chunk_tokens=chunk_tokens,
-        penalties=Penalties(label_smoothing, z_loss),
-    )
-
-
-def _chunk_loss(
+def chunk_loss(
     scores_CV: Tensor, bias_V: Tensor, targets_C: Tensor, penalties: Penalties, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    library = native.library()
-    assert library is not None, "dispatch picks native code only where it is"
+    """As `loss.chunk_loss`, the gradient in the place of the scores.
+
+    Raises UserError where the scores are neither fp32 nor bf16, IndexError for a target outside the vocabulary.
+    """
+    native.check_format(scores_CV.dtype)
+    library = native.require()
     num_tokens, num_words = scores_CV.shape
     assert scores_CV.is_contiguous()
     is_wrong_C = (targets_C != IGNORE) & ((targets_C < 0) | (targets_C >= num_words))
@@ -72,3 +47,6 @@ def _chunk_loss(
     if status != 0:
         raise MemoryError(f"no memory for the scores of {num_words} words")
     return loss_C, scores_CV
+
+
+linear_cross_entropy = partial(loss.linear_cross_entropy, chunk_loss=chunk_loss)

@@ -20,11 +20,9 @@ from torch import Tensor
 from torch.nn.functional import linear as dense
 
 from reprise.kernels import native
-from reprise.kernels.cpu import DTYPES
 from reprise.kernels.products import product_dtype
 from reprise.kernels.reference import State
 from reprise.kernels.reference_scan import MinimalWeights, RgLruWeights, decay_rate
-from reprise.runtime import UserError
 
 # The numbers that scan.cpp knows its cells by; 0 is the scan itself.
 _CELLS = {"mingru": 1, "minlstm": 2, "rglru": 3}
@@ -34,7 +32,7 @@ _PLAIN = 0
 def linear_scan(decay_BTD: Tensor, value_BTD: Tensor, initial_BD: Tensor, reset_BT: Tensor | None) -> Tensor:
     """h_t = a_t * h_{t-1} + v_t: shapes, formats and resets as in `reference_scan.linear_scan`; fp32 or bf16 in."""
     common = torch.promote_types(decay_BTD.dtype, value_BTD.dtype)
-    _check_format(torch.promote_types(common, initial_BD.dtype))
+    native.check_format(torch.promote_types(common, initial_BD.dtype))
     states_BTD: Tensor = _scan(decay_BTD.to(common), value_BTD.to(common), initial_BD.float(), reset_BT)
     return states_BTD
 
@@ -63,17 +61,11 @@ def _run(
     rate_D: Tensor | None,
 ) -> tuple[Tensor, State]:
     product = product_dtype(weights.input_GE)
-    _check_format(product)
+    native.check_format(product)
     with torch.autocast(x_BTE.device.type, enabled=False):
         gates_BTG = dense(x_BTE.to(product), weights.input_GE.to(product))
         y_BTD, last_BD = _cell(cell, gates_BTG, weights.bias_G.float(), rate_D, state[0].float(), reset_BT)
     return y_BTD, (last_BD,)
-
-
-def _check_format(dtype: torch.dtype) -> None:
-    if dtype not in DTYPES:
-        name = str(dtype).removeprefix("torch.")
-        raise UserError(f"implementation=native: no scan in {name}; allowed: auto, eager, reference")
 
 
 @torch.library.custom_op("reprise::linear_scan", mutates_args=(), device_types="cpu")
@@ -155,6 +147,7 @@ class _Call:
         num_rows, num_steps, width = blocks[0].shape
         assert self.initial_BD.shape == (num_rows, width)
         assert reset_BT is None or (reset_BT.shape == (num_rows, num_steps) and reset_BT.dtype == torch.bool)
+        self._library = native.require()
         is_bf16 = blocks[0].dtype == torch.bfloat16
         self._shared = (
             *map(ctypes.c_int, (cell, is_bf16, torch.get_num_threads())),
@@ -167,7 +160,7 @@ class _Call:
 
     def forward(self, outputs_BTD: Tensor, last_BD: Tensor) -> None:
         """Fill the outputs and the last state."""
-        _native().reprise_scan_forward(*self._shared, _address(outputs_BTD), _address(last_BD))
+        self._library.reprise_scan_forward(*self._shared, _address(outputs_BTD), _address(last_BD))
 
     def backward(
         self,
@@ -180,7 +173,7 @@ class _Call:
     ) -> None:
         """Fill the gates' gradients, add to bias's and rate's; `carried` turns from the last state's to the first's."""
         outputs_BTD, grad_outputs_BTD = outputs_BTD.contiguous(), grad_outputs_BTD.contiguous()
-        _native().reprise_scan_backward(
+        self._library.reprise_scan_backward(
             *self._shared,
             _address(outputs_BTD),
             _address(grad_outputs_BTD),
@@ -192,13 +185,6 @@ class _Call:
 def _side_by_side(gates_BTG: Tensor, width: int) -> tuple[Tensor, ...]:
     """The gates' blocks [B, T, D], without a copy."""
     return gates_BTG.chunk(gates_BTG.shape[-1] // width, dim=-1)
-
-
-def _native() -> ctypes.CDLL:
-    library = native.library()
-    if library is None:
-        raise UserError("implementation=native: there is no native library here; allowed: auto, eager, reference")
-    return library
 
 
 def _address(part: Tensor | None) -> ctypes.c_void_p:

@@ -15,6 +15,7 @@ from reprise.kernels import (
     gpu,
     library,
     loss,
+    native,
     reference,
     reference_attention,
     reference_scan,
@@ -118,11 +119,4 @@ def _obstacle(implementation: str, name: str, device: str, dtype: torch.dtype, s
         return f"the library's {name} has no {', '.join(switches)}"
     if implementation == "triton":
         return gpu.obstacle(device)
-    if implementation == "native":
-        if device != "cpu":
-            return f"no native code for {device}"
-        if dtype not in cpu.DTYPES:
-            return f"no native products in {str(dtype).removeprefix('torch.')}"
-        if not cpu.available():
-            return "no native library here"
-    return None
+    return native.obstacle(device, dtype) if implementation == "native" else None

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from reprise.kernels.eager_recurrence import Recurrence, recurrence
 from reprise.kernels.products import state_dtype
-from reprise.kernels.recurrence import Recurrence, recurrence
 from reprise.kernels.window import (
     Drive,
     HiddenGradients,

@@ -36,61 +36,6 @@ class Penalties:
     z_loss: float = 0.0
 
 
-def linear_cross_entropy(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor,
-    targets_N: Tensor,
-    *,
-    chunk_tokens: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
-
-    Targets equal to IGNORE count nothing. Products run in the weight's format or autocast's, softmax and sums in fp32.
-    """
-    return chunked(
-        hidden_ND,
-        weight_VD,
-        bias_V,
-        targets_N,
-        chunk_loss=chunk_loss,
-        chunk_tokens=chunk_tokens,
-        penalties=Penalties(label_smoothing, z_loss),
-    )
-
-
-def chunked(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    bias_V: Tensor,
-    targets_N: Tensor,
-    *,
-    chunk_loss: ChunkLoss,
-    chunk_tokens: int | None,
-    penalties: Penalties,
-) -> Tensor:
-    """The sum over all chunks, with the softmax of a chunk left to `chunk_loss`."""
-    product = product_dtype(weight_VD)
-    if chunk_tokens is None:
-        budget = _CPU_CHUNK_ELEMENTS if hidden_ND.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
-        chunk_tokens = max(_MIN_CHUNK_TOKENS, budget // weight_VD.shape[0])
-    with torch.autocast(hidden_ND.device.type, enabled=False):
-        total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_ND,
-            weight_VD,
-            bias_V,
-            targets_N,
-            chunk_loss,
-            penalties,
-            chunk_tokens,
-            product,
-            torch.is_grad_enabled(),
-        )
-    return total
-
-
 def chunk_loss(
     scores_CV: Tensor, bias_V: Tensor, targets_C: Tensor, penalties: Penalties, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
@@ -118,6 +63,40 @@ def chunk_loss(
     if not valid_C.all():
         kept_CV *= valid_C.unsqueeze(1)
     return loss_C, kept_CV.to(scores_CV.dtype)
+
+
+def linear_cross_entropy(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor,
+    targets_N: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_loss: ChunkLoss = chunk_loss,
+) -> Tensor:
+    """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
+
+    Targets equal to IGNORE count nothing. Products run in the weight's format or autocast's, softmax and sums in fp32.
+    """
+    product = product_dtype(weight_VD)
+    if chunk_tokens is None:
+        budget = _CPU_CHUNK_ELEMENTS if hidden_ND.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+        chunk_tokens = max(_MIN_CHUNK_TOKENS, budget // weight_VD.shape[0])
+    with torch.autocast(hidden_ND.device.type, enabled=False):
+        total: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden_ND,
+            weight_VD,
+            bias_V,
+            targets_N,
+            chunk_loss,
+            Penalties(label_smoothing, z_loss),
+            chunk_tokens,
+            product,
+            torch.is_grad_enabled(),
+        )
+    return total
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -25,6 +25,8 @@ import xxhash
 from reprise.runtime import UserError, say
 
 SOURCES = Path(__file__).parent / "csrc"
+# Formats of the products that there is native code for.
+DTYPES = (torch.float32, torch.bfloat16)
 
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma")
 # Instruction sets, best first, and how a compiler is told. `emulated_tiles`, AMX's layout in plain code, is for tests.
@@ -38,6 +40,7 @@ LEVELS: dict[str, tuple[str, ...]] = {
 }
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi")
 _COMPILERS = ("c++", "g++", "clang++")
+_NO_LIBRARY = "no native library here"
 
 
 @cache
@@ -60,6 +63,33 @@ def library() -> ctypes.CDLL | None:
             return loaded
     say(f"native kernels: {failure}; the cells run in plain PyTorch, several times slower")
     return None
+
+
+def check_format(product: torch.dtype) -> None:
+    """Raises UserError where native code has no products in this format. Nothing that torch.compile cannot trace."""
+    if product not in DTYPES:
+        raise UserError(f"implementation=native: {_no_products(product)}; allowed: auto, eager, reference")
+
+
+def require() -> ctypes.CDLL:
+    """The library. Raises UserError where there is none."""
+    loaded = library()
+    if loaded is None:
+        raise UserError(f"implementation=native: {_NO_LIBRARY}; allowed: auto, eager, reference")
+    return loaded
+
+
+def obstacle(device: str, product: torch.dtype) -> str | None:
+    """Why native code does not run for a device type and a format of products, in a few words; None where it does."""
+    if device != "cpu":
+        return f"no native code for {device}"
+    if product not in DTYPES:
+        return _no_products(product)
+    return None if library() is not None else _NO_LIBRARY
+
+
+def _no_products(product: torch.dtype) -> str:
+    return f"no native products in {str(product).removeprefix('torch.')}"
 
 
 def level() -> str:
