@@ -153,7 +153,7 @@ def _room(
         "last_hidden": torch.empty_like(hidden_BD),
         "last_cell": hidden_BD.new_empty((0,)) if cell_BD is None else torch.empty_like(cell_BD),
         "previous": torch.empty_like(output_BTD),
-        "kept": hidden_BD.new_empty((num_steps, num_rows, num_units, _CELLS[kind].num_kept + has_norm)),
+        "kept": drive_BTG.new_empty((num_steps, num_rows, num_units, _CELLS[kind].num_kept + has_norm)),
         "inverse_deviation": hidden_BD.new_empty((num_steps, num_rows) if has_norm else (0,)),
     }
 
@@ -273,11 +273,19 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.kind = kind
     # A copy: whoever carries the state from window to window may overwrite it before backward.
     ctx.save_for_backward(None if cell_BD is None else cell_BD.detach().clone(), *rest, *output[3:])
-    ctx.set_materialize_grads(True)
+    # Zeros for the gradient of what only backward reads, `kept` above all, would cost as much as the gates do.
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx: Any, grad_output_BTD: Tensor, grad_hidden_BD: Tensor, grad_cell_BD: Tensor, *_: Any) -> Any:
+def _gradients(ctx: Any, *gradients: Tensor | None) -> Any:
     cell_BD, reset_BT, recurrent_GK, bias_G, candidate_bias_D, scale_D, shift_D, skip_D, *kept = ctx.saved_tensors
+    previous_BTD = kept[0]
+    num_rows, _, width = previous_BTD.shape
+    parts = (previous_BTD.shape, (num_rows, width), (num_rows, width if cell_BD is not None else 0))
+    grad_output_BTD, grad_hidden_BD, grad_cell_BD = (
+        recurrent_GK.new_zeros(shape) if gradient is None else gradient
+        for shape, gradient in zip(parts, gradients[:3], strict=True)
+    )
     drive, hidden, cell, weight, bias, norm_scale, norm_shift, skip = torch.ops.reprise.recurrence_backward(
         grad_output_BTD,
         grad_hidden_BD,
@@ -293,7 +301,6 @@ def _gradients(ctx: Any, grad_output_BTD: Tensor, grad_hidden_BD: Tensor, grad_c
         *kept,
         ctx.kind,
     )
-    width = hidden.shape[1]
     candidate = None
     if ctx.kind == "gru":
         # Blocks n, r, z, c: the input's product has the first three, and c belongs to the bias inside the reset gate.

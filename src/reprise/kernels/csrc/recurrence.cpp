@@ -2,11 +2,13 @@
 //
 // The input's product for all time steps comes in (`drive`), and its gradient goes out: both are one large product, and a
 // library's. Here is what recurs. Threads own slices of the hidden units: the weight of a slice stays in its owner's cache
-// for the whole window, gates and what follows them are computed while a panel's sums are hot, and the threads meet at a
+// for the whole window, gates and what follows them are computed while a slice's sums are hot, and the threads meet at a
 // barrier where a step needs all units: before the norm's statistics are used and before the next product.
 //
 // Memory: drive, outputs and gradients are [B][T][..] as the caller has them. `kept`, what backward reads again, is
-// [T][panel][B][vector][lane], in the order in which both passes walk. Operands of products are small copies of one step.
+// [T][slice][B][vector][unit], in the order in which both passes walk, in the products' format; the state itself stays in
+// fp32. Operands of products are small copies of one step. A slice is two panels, and in bf16 one line of the cache: rows
+// of a window lie so far apart, often by a power of two, that a line touched twice would be fetched twice.
 //
 // Legend: B rows, T time steps, D width, K inputs of a unit's recurrent product, G gates.
 
@@ -38,7 +40,7 @@ struct Window {
     void *output;               // [B][T][D]
     void *previous;             // [B][T][D], the hidden state that each position read
     float *last_hidden, *last_cell;  // [B][D]
-    float *kept;                // [T][panels][B][KEPT, one more with a norm][LANES]
+    void *kept;                 // [T][slices][B][KEPT, one more with a norm][SLICE]
     float *inverse_deviation;   // [T][B]
     const void *grad_output;    // [B][T][D]
     const float *grad_last_hidden, *grad_last_cell;  // [B][D]
@@ -53,7 +55,8 @@ struct Window {
 namespace {
 
 constexpr int SLICE = 2 * LANES;
-constexpr int ROW_CHUNK = 64;
+constexpr int ROW_CHUNK = 32;
+constexpr int ROWS_AHEAD = 4;
 
 struct Deleter {
     void operator()(void *memory) const {
@@ -99,8 +102,17 @@ struct Shape {
         const int left = width - panel * LANES;
         return left < 0 ? 0 : left < LANES ? left : LANES;
     }
+    // The first of a row's vectors for a panel; they lie SLICE apart.
     size_t kept_at(int step, int panel, int row) const {
-        return ((static_cast<size_t>(step) * panels + panel) * rows + row) * vectors * LANES;
+        const size_t record = (static_cast<size_t>(step) * slices + panel / 2) * rows + row;
+        return record * vectors * SLICE + panel % 2 * LANES;
+    }
+    size_t step_size() const {
+        return static_cast<size_t>(slices) * rows * vectors * SLICE;
+    }
+    // Where a step's own fp32 copy of the units of a panel lies: [slice][row][unit].
+    size_t local_at(int panel, int row) const {
+        return (static_cast<size_t>(panel / 2) * rows + row) * SLICE + panel % 2 * LANES;
     }
     // The weight of gate `gate` of `unit` for the hidden unit `input`.
     float weight_at(const Window &window, int gate, int unit, int input) const {
@@ -122,6 +134,10 @@ class Pass {
         return window.reset != nullptr && window.reset[static_cast<size_t>(row) * shape.steps + step];
     }
 
+    INLINE T *kept_at(int step, int panel, int row) const {
+        return static_cast<T *>(window.kept) + shape.kept_at(step, panel, row);
+    }
+
     // Two numbers a slice and row; two sets in turn, so that no barrier is needed between reading one and writing the next.
     float *statistic(int step, int which, int slice) {
         return statistics.get() + ((static_cast<size_t>(step & 1) * 2 + which) * shape.slices + slice) * shape.row_stride;
@@ -136,7 +152,7 @@ class Pass {
 template <class T, class Cell>
 class Forward : Pass<T, Cell> {
     using Base = Pass<T, Cell>;
-    using Base::barrier, Base::is_reset, Base::shape, Base::statistic, Base::window;
+    using Base::barrier, Base::is_reset, Base::kept_at, Base::shape, Base::statistic, Base::window;
 
   public:
     Forward(const Window &window, const Shape<T, Cell> &shape)
@@ -144,6 +160,7 @@ class Forward : Pass<T, Cell> {
           panel_size(static_cast<size_t>(Cell::GATES) * LANES * (shape.diagonal ? 1 : shape.head)),
           operands(zeros<T>(2 * operand_size)), hidden(zeros<float>(static_cast<size_t>(shape.rows) * shape.padded)),
           cells(zeros<float>(static_cast<size_t>(shape.rows) * shape.padded)),
+          updates(zeros<float>(shape.norm ? static_cast<size_t>(shape.rows) * shape.padded : 0)),
           packed(zeros<T>(shape.diagonal ? 1 : shape.panels * panel_size)) {}
 
     void run(int thread, int num_threads) {
@@ -159,11 +176,7 @@ class Forward : Pass<T, Cell> {
         }
         if (!shape.diagonal) barrier.meet();
         for (int step = 0; step < shape.steps; ++step) {
-            for (int slice = slices.first; slice < slices.last; ++slice) {
-                gates(step, 2 * slice);
-                gates(step, 2 * slice + 1);
-                if (shape.norm) measure(step, slice);
-            }
+            for (int slice = slices.first; slice < slices.last; ++slice) gates(step, slice);
             if (shape.norm) {
                 barrier.meet();
                 combine(step, means.data(), inverses.data());
@@ -171,8 +184,8 @@ class Forward : Pass<T, Cell> {
                     std::memcpy(
                         window.inverse_deviation + static_cast<size_t>(step) * shape.rows, inverses.data(),
                         shape.rows * sizeof(float));
-                for (int panel = panels.first; panel < panels.last; ++panel)
-                    normalise(step, panel, means.data(), inverses.data());
+                for (int slice = slices.first; slice < slices.last; ++slice)
+                    normalise(step, slice, means.data(), inverses.data());
             }
             if (!shape.diagonal) barrier.meet();
         }
@@ -197,7 +210,7 @@ class Forward : Pass<T, Cell> {
         const vec start = load(window.hidden + from, lanes);
         if constexpr (Cell::CELL >= 0) {
             const vec cell = is_reset(row, 0) ? vec{} : load(window.cell + from, lanes);
-            store(cells.get() + static_cast<size_t>(row) * shape.padded + panel * LANES, cell);
+            store(cells.get() + shape.local_at(panel, row), cell);
         }
         hand_on(0, panel, row, start);
     }
@@ -206,7 +219,7 @@ class Forward : Pass<T, Cell> {
     INLINE void hand_on(int step, int panel, int row, vec value) {
         const int first = panel * LANES, lanes = shape.lanes(panel);
         const vec read = is_reset(row, step) ? vec{} : value;
-        store(hidden.get() + static_cast<size_t>(row) * shape.padded + first, read);
+        store(hidden.get() + shape.local_at(panel, row), read);
         store(operands.get() + (step & 1) * operand_size + static_cast<size_t>(row) * shape.padded + first, read);
         T *previous = static_cast<T *>(window.previous);
         store(previous + (static_cast<size_t>(row) * shape.steps + step) * shape.width + first, read, lanes);
@@ -222,26 +235,35 @@ class Forward : Pass<T, Cell> {
             store(window.last_hidden + static_cast<size_t>(row) * shape.width + first, value, lanes);
     }
 
-    void gates(int step, int panel) {
-        alignas(64) float sums[ROW_CHUNK * Cell::GATES * LANES];
-        const T *operand = operands.get() + (step & 1) * operand_size + shape.first_unit_of_head(panel * LANES);
+    void gates(int step, int slice) {
+        alignas(64) float sums[2][ROW_CHUNK * Cell::GATES * LANES];
+        const T *operand = operands.get() + (step & 1) * operand_size + shape.first_unit_of_head(slice * SLICE);
         for (int row = 0; row < shape.rows; row += ROW_CHUNK) {
             const int count = shape.rows - row < ROW_CHUNK ? shape.rows - row : ROW_CHUNK;
-            if (!shape.diagonal)
+            for (int half = 0; half < 2 && !shape.diagonal; ++half)
                 multiply<T, Cell::GATES>(
                     operand + static_cast<size_t>(row) * shape.padded, shape.padded, count,
-                    packed.get() + panel * panel_size, shape.head, sums);
-            for (int index = 0; index < count; ++index)
-                gate(step, panel, row + index, sums + index * Cell::GATES * LANES);
+                    packed.get() + (2 * slice + half) * panel_size, shape.head, sums[half]);
+            for (int index = 0; index < count; ++index) {
+                const size_t at = static_cast<size_t>(index) * Cell::GATES * LANES;
+                const vec update[2] = {
+                    gate(step, 2 * slice, row + index, sums[0] + at),
+                    gate(step, 2 * slice + 1, row + index, sums[1] + at),
+                };
+                if (shape.norm)
+                    measure(step, slice, row + index, update);
+                else
+                    for (int half = 0; half < 2; ++half) finish(step, 2 * slice + half, row + index, update[half]);
+            }
         }
     }
 
-    // One row of a panel from its sums to the hidden state, or to the update where a norm follows.
-    INLINE void gate(int step, int panel, int row, const float *sums) {
+    // One row of a panel from its sums to the update.
+    INLINE vec gate(int step, int panel, int row, const float *sums) {
         const int first = panel * LANES, lanes = shape.lanes(panel);
-        const size_t at = static_cast<size_t>(row) * shape.padded + first;
-        const T *drive_row = static_cast<const T *>(window.drive) +
-                             (static_cast<size_t>(row) * shape.steps + step) * Cell::GATES * shape.width + first;
+        const size_t at = shape.local_at(panel, row), row_size = static_cast<size_t>(shape.steps) * Cell::GATES * shape.width;
+        const T *drive_row = static_cast<const T *>(window.drive) + row * row_size +
+                             static_cast<size_t>(step) * Cell::GATES * shape.width + first;
         const vec before = load(hidden.get() + at);
         vec product[Cell::GATES], drive[Cell::GATES], kept[Cell::KEPT];
         for (int gate = 0; gate < Cell::GATES; ++gate) {
@@ -249,13 +271,13 @@ class Forward : Pass<T, Cell> {
             product[gate] = shape.diagonal ? before * load(window.weight + offset + first, lanes)
                                            : load(sums + gate * LANES);
             drive[gate] = load(drive_row + offset, lanes) + load(window.bias + offset + first, lanes);
-            // The next step's drive lies a row further: too far for the processor to see it coming.
-            __builtin_prefetch(drive_row + offset + static_cast<size_t>(Cell::GATES) * shape.width);
+            // The next rows lie too far apart for the processor to see them coming.
+            __builtin_prefetch(drive_row + offset + ROWS_AHEAD * row_size);
         }
         const vec candidate = window.candidate_bias ? load(window.candidate_bias + first, lanes) : vec{};
         vec update = Cell::forward(product, drive, before, load(cells.get() + at), candidate, kept);
-        float *to = window.kept + shape.kept_at(step, panel, row);
-        for (int index = 0; index < Cell::KEPT; ++index) store(to + index * LANES, kept[index]);
+        T *to = kept_at(step, panel, row);
+        for (int index = 0; index < Cell::KEPT; ++index) store(to + index * SLICE, kept[index]);
         if constexpr (Cell::CELL >= 0) {
             const vec cell = kept[Cell::CELL];
             if (step + 1 == shape.steps)
@@ -264,26 +286,19 @@ class Forward : Pass<T, Cell> {
                 store(cells.get() + at, is_reset(row, step + 1) ? vec{} : cell);
         }
         if (window.skip_scale) update += load(window.skip_scale + first, lanes) * before;
-        if (shape.norm)
-            store(to + Cell::KEPT * LANES, update);
-        else
-            finish(step, panel, row, update);
+        return update;
     }
 
-    // Mean and squared deviations of the updates of one slice, row by row.
-    void measure(int step, int slice) {
+    // Mean and squared deviations of the updates of one slice of a row.
+    INLINE void measure(int step, int slice, int row, const vec *update) {
         const int lanes[2] = {shape.lanes(2 * slice), shape.lanes(2 * slice + 1)};
         const float share_of_unit = 1.0f / (lanes[0] + lanes[1]);
-        float *means = statistic(step, 0, slice), *squares = statistic(step, 1, slice);
-        for (int row = 0; row < shape.rows; ++row) {
-            const float *left = window.kept + shape.kept_at(step, 2 * slice, row) + Cell::KEPT * LANES;
-            const float *right = window.kept + shape.kept_at(step, 2 * slice + 1, row) + Cell::KEPT * LANES;
-            const vec both[2] = {load(left, lanes[0]), load(right, lanes[1])};
-            const float mean = sum(both[0] + both[1]) * share_of_unit;
-            const vec deviation[2] = {only(both[0] - mean, lanes[0]), only(both[1] - mean, lanes[1])};
-            means[row] = mean;
-            squares[row] = sum(deviation[0] * deviation[0] + deviation[1] * deviation[1]);
-        }
+        float *at = updates.get() + shape.local_at(2 * slice, row);
+        for (int half = 0; half < 2; ++half) store(at + half * LANES, update[half]);
+        const float mean = sum(only(update[0], lanes[0]) + only(update[1], lanes[1])) * share_of_unit;
+        const vec deviation[2] = {only(update[0] - mean, lanes[0]), only(update[1] - mean, lanes[1])};
+        statistic(step, 0, slice)[row] = mean;
+        statistic(step, 1, slice)[row] = sum(deviation[0] * deviation[0] + deviation[1] * deviation[1]);
     }
 
     static INLINE vec only(vec value, int lanes) {
@@ -314,27 +329,27 @@ class Forward : Pass<T, Cell> {
         return static_cast<float>(shape.lanes(2 * slice) + shape.lanes(2 * slice + 1));
     }
 
-    void normalise(int step, int panel, const float *means, const float *inverses) {
-        const int first = panel * LANES, lanes = shape.lanes(panel);
-        const vec scale = load(window.norm_scale + first, lanes), shift = load(window.norm_shift + first, lanes);
-        for (int row = 0; row < shape.rows; ++row) {
-            float *update = window.kept + shape.kept_at(step, panel, row) + Cell::KEPT * LANES;
-            const vec normed = (load(update) - means[row]) * inverses[row];
-            store(update, normed);
-            finish(step, panel, row, normed * scale + shift);
-        }
+    void normalise(int step, int slice, const float *means, const float *inverses) {
+        for (int row = 0; row < shape.rows; ++row)
+            for (int half = 0; half < 2; ++half) {
+                const int panel = 2 * slice + half, first = panel * LANES, lanes = shape.lanes(panel);
+                const vec normed = (load(updates.get() + shape.local_at(panel, row)) - means[row]) * inverses[row];
+                store(kept_at(step, panel, row) + Cell::KEPT * SLICE, normed);
+                const vec scale = load(window.norm_scale + first, lanes), shift = load(window.norm_shift + first, lanes);
+                finish(step, panel, row, normed * scale + shift);
+            }
     }
 
     const size_t operand_size, panel_size;
     Buffer<T> operands;
-    Buffer<float> hidden, cells;
+    Buffer<float> hidden, cells, updates;
     Buffer<T> packed;
 };
 
 template <class T, class Cell>
 class Backward : Pass<T, Cell> {
     using Base = Pass<T, Cell>;
-    using Base::barrier, Base::is_reset, Base::shape, Base::statistic, Base::window;
+    using Base::barrier, Base::is_reset, Base::kept_at, Base::shape, Base::statistic, Base::window;
     // Sums over rows and steps, a panel: gradients of the gates' biases, of a diagonal weight, of norm and skip.
     static constexpr int WEIGHT_SUMS = Cell::GRADIENTS, OTHER_SUMS = WEIGHT_SUMS + Cell::GATES, SUMS = OTHER_SUMS + 3;
 
@@ -367,8 +382,8 @@ class Backward : Pass<T, Cell> {
                 barrier.meet();
                 combine(step, means.data(), products.data());
             }
-            for (int panel = panels.first; panel < panels.last; ++panel)
-                gates(step, panel, means.data(), products.data(), sums_of(panel));
+            for (int slice = slices.first; slice < slices.last; ++slice)
+                gates(step, slice, means.data(), products.data(), sums_of(2 * slice));
             if (shape.diagonal) continue;
             barrier.meet();
             for (int slice = slices.first; slice < slices.last; ++slice) pass_back(step, slice);
@@ -393,7 +408,7 @@ class Backward : Pass<T, Cell> {
 
     void begin(int panel, int row) {
         const size_t from = static_cast<size_t>(row) * shape.width + panel * LANES;
-        const size_t to = static_cast<size_t>(row) * shape.padded + panel * LANES;
+        const size_t to = shape.local_at(panel, row);
         const int lanes = shape.lanes(panel);
         store(hidden.get() + to, load(window.grad_last_hidden + from, lanes));
         if constexpr (Cell::CELL >= 0) store(cells.get() + to, load(window.grad_last_cell + from, lanes));
@@ -409,12 +424,12 @@ class Backward : Pass<T, Cell> {
             for (int half = 0; half < 2; ++half) {
                 const int panel = 2 * slice + half, first = panel * LANES, lanes = shape.lanes(panel);
                 const T *from = output + (static_cast<size_t>(row) * shape.steps + step) * shape.width + first;
-                float *at = hidden.get() + static_cast<size_t>(row) * shape.padded + first;
+                float *at = hidden.get() + shape.local_at(panel, row);
                 const vec gradient = load(at) + load(from, lanes);
                 __builtin_prefetch(from - shape.width);
                 store(at, gradient);
                 if (!shape.norm) continue;
-                const vec normed = load(window.kept + shape.kept_at(step, panel, row) + Cell::KEPT * LANES, lanes);
+                const vec normed = load(kept_at(step, panel, row) + Cell::KEPT * SLICE, lanes);
                 const vec scaled = gradient * load(window.norm_scale + first, lanes);
                 total += scaled;
                 product += scaled * normed;
@@ -440,41 +455,53 @@ class Backward : Pass<T, Cell> {
         }
     }
 
-    void gates(int step, int panel, const float *means, const float *products, vec *sums) {
+    void gates(int step, int slice, const float *means, const float *products, vec *sums) {
+        for (int row = 0; row < shape.rows; row += ROWS_AHEAD) {
+            const int last = row + ROWS_AHEAD < shape.rows ? row + ROWS_AHEAD : shape.rows;
+            for (int half = 0; half < 2; ++half)
+                gates_of_rows(step, 2 * slice + half, {row, last}, means, products, sums + half * SUMS);
+        }
+    }
+
+    INLINE void gates_of_rows(
+        int step, int panel, Range rows, const float *means, const float *products, vec *sums) {
         const int first = panel * LANES, lanes = shape.lanes(panel);
         const vec scale = shape.norm ? load(window.norm_scale + first, lanes) : vec{};
         const vec skip = window.skip_scale ? load(window.skip_scale + first, lanes) : vec{};
-        vec weights[Cell::GATES];
-        for (int gate = 0; gate < Cell::GATES; ++gate)
-            weights[gate] = shape.diagonal
-                                ? load(window.weight + static_cast<size_t>(gate) * shape.width + first, lanes)
-                                : vec{};
-        for (int row = 0; row < shape.rows; ++row) {
-            float *at = hidden.get() + static_cast<size_t>(row) * shape.padded + first;
+        vec weights[Cell::GATES] = {};
+        if (shape.diagonal)
+            for (int gate = 0; gate < Cell::GATES; ++gate)
+                weights[gate] = load(window.weight + static_cast<size_t>(gate) * shape.width + first, lanes);
+        // In registers: stores between would make the processor add in memory.
+        vec totals[SUMS];
+        for (int index = 0; index < SUMS; ++index) totals[index] = sums[index];
+        for (int row = rows.first; row < rows.last; ++row) {
+            float *at = hidden.get() + shape.local_at(panel, row);
             vec update = load(at);
             if (shape.norm) {
-                const vec normed = load(window.kept + shape.kept_at(step, panel, row) + Cell::KEPT * LANES);
+                const vec normed = load(kept_at(step, panel, row) + Cell::KEPT * SLICE);
                 const float inverse = window.inverse_deviation[static_cast<size_t>(step) * shape.rows + row];
                 update = inverse * (update * scale - means[row] - normed * products[row]);
             }
-            store(at, gate(step, panel, row, update, skip, weights, sums));
+            store(at, gate(step, panel, row, update, skip, weights, totals));
         }
+        for (int index = 0; index < SUMS; ++index) sums[index] = totals[index];
     }
 
     // One row of a panel from its update's gradient to the gates'; returns what reaches the previous hidden state here.
     INLINE vec gate(int step, int panel, int row, vec update, vec skip, const vec *weights, vec *sums) {
         const int first = panel * LANES, lanes = shape.lanes(panel);
         const size_t position = static_cast<size_t>(row) * shape.steps + step;
-        const float *from = window.kept + shape.kept_at(step, panel, row);
+        const T *from = kept_at(step, panel, row);
         const bool anew = is_reset(row, step);
         vec kept[Cell::KEPT], gradient[Cell::GRADIENTS], cell = {}, carried = {};
-        for (int index = 0; index < Cell::KEPT; ++index) kept[index] = load(from + index * LANES);
+        for (int index = 0; index < Cell::KEPT; ++index) kept[index] = load(from + index * SLICE);
         const vec before = load(static_cast<const T *>(window.previous) + position * shape.width + first, lanes);
-        float *cell_at = cells.get() + static_cast<size_t>(row) * shape.padded + first;
+        float *cell_at = cells.get() + shape.local_at(panel, row);
         if constexpr (Cell::CELL >= 0) {
             carried = load(cell_at);
             if (!anew)
-                cell = step > 0 ? load(window.kept + shape.kept_at(step - 1, panel, row) + Cell::CELL * LANES)
+                cell = step > 0 ? load(from - shape.step_size() + Cell::CELL * SLICE)
                                 : load(window.cell + static_cast<size_t>(row) * shape.width + first, lanes);
         }
         vec direct = Cell::backward(update, kept, before, cell, gradient, carried);
@@ -518,7 +545,7 @@ class Backward : Pass<T, Cell> {
                 static_cast<size_t>(Cell::GATES) * shape.head, sums);
             for (int index = 0; index < count; ++index) {
                 if (is_reset(row + index, step)) continue;
-                float *at = hidden.get() + static_cast<size_t>(row + index) * shape.padded + first;
+                float *at = hidden.get() + shape.local_at(2 * slice, row + index);
                 store(at, load(at) + load(sums + index * SLICE));
                 store(at + LANES, load(at + LANES) + load(sums + index * SLICE + LANES));
             }
@@ -528,7 +555,7 @@ class Backward : Pass<T, Cell> {
     void end(int panel, const vec *sums) {
         const int first = panel * LANES, lanes = shape.lanes(panel);
         for (int row = 0; row < shape.rows; ++row) {
-            const size_t from = static_cast<size_t>(row) * shape.padded + first;
+            const size_t from = shape.local_at(panel, row);
             const size_t to = static_cast<size_t>(row) * shape.width + first;
             store(window.grad_hidden + to, load(hidden.get() + from), lanes);
             if constexpr (Cell::CELL >= 0) store(window.grad_cell + to, load(cells.get() + from), lanes);
