@@ -7,6 +7,7 @@ Legend: B rows, T time, D width, E input width, K inputs of a unit's recurrent p
 """
 
 import ctypes
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.nn.functional import linear as dense
 from reprise.kernels import native
 from reprise.kernels.products import product_dtype
 from reprise.kernels.reference import NORM_EPSILON, GruWeights, LstmWeights, State
+from reprise.kernels.window_memory import MEMORY
 
 
 @dataclass(frozen=True)
@@ -142,9 +144,18 @@ def _weights(
 
 
 def _room(
-    drive_BTG: Tensor, hidden_BD: Tensor, cell_BD: Tensor | None, *, kind: str, has_norm: bool
+    drive_BTG: Tensor,
+    hidden_BD: Tensor,
+    cell_BD: Tensor | None,
+    *,
+    kind: str,
+    has_norm: bool,
+    empty: Callable[[Sequence[int], torch.dtype], Tensor],
 ) -> dict[str, Tensor]:
-    """Room for what a window makes, in the operator's order: outputs, last state; then what backward reads."""
+    """Room for what a window makes, in the operator's order: outputs, last state; then what backward reads.
+
+    `empty` makes what only backward reads: a tensor of a shape and a format.
+    """
     num_rows, num_steps, width = *drive_BTG.shape[:2], hidden_BD.shape[1]
     output_BTD = drive_BTG.new_empty((num_rows, num_steps, width))
     num_units = -(-width // _SLICE) * _SLICE
@@ -152,8 +163,8 @@ def _room(
         "output": output_BTD,
         "last_hidden": torch.empty_like(hidden_BD),
         "last_cell": hidden_BD.new_empty((0,)) if cell_BD is None else torch.empty_like(cell_BD),
-        "previous": torch.empty_like(output_BTD),
-        "kept": drive_BTG.new_empty((num_steps, num_rows, num_units, _CELLS[kind].num_kept + has_norm)),
+        "previous": empty(output_BTD.shape, output_BTD.dtype),
+        "kept": empty((num_steps, num_rows, num_units, _CELLS[kind].num_kept + has_norm), drive_BTG.dtype),
         "inverse_deviation": hidden_BD.new_empty((num_steps, num_rows) if has_norm else (0,)),
     }
 
@@ -173,7 +184,7 @@ def _recurrence(
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs [B, T, D], last hidden and cell state; then, for backward, the hidden states read, gates, deviations."""
-    room = _room(drive_BTG, hidden_BD, cell_BD, kind=kind, has_norm=norm_scale_D is not None)
+    room = _room(drive_BTG, hidden_BD, cell_BD, kind=kind, has_norm=norm_scale_D is not None, empty=MEMORY.empty)
     state = {"drive": _plain(drive_BTG, drive_BTG.dtype), "hidden": _plain(hidden_BD), "cell": _plain(cell_BD)}
     weights = _weights(recurrent_GK, bias_G, candidate_bias_D, norm_scale_D, norm_shift_D, skip_scale_D)
     reset_BT = _plain(reset_BT, torch.bool)
@@ -185,7 +196,10 @@ def _recurrence(
 def _(
     drive_BTG: Tensor, hidden_BD: Tensor, cell_BD: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    room = _room(drive_BTG, hidden_BD, cell_BD, kind=others[-1], has_norm=others[4] is not None)
+    def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return drive_BTG.new_empty(shape, dtype=dtype)
+
+    room = _room(drive_BTG, hidden_BD, cell_BD, kind=others[-1], has_norm=others[4] is not None, empty=empty)
     return tuple(room.values())  # type: ignore[return-value]
 
 
