@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from reprise import config, tasks
+from reprise import config, jobs
 from reprise.runtime import LAUNCHED, RanksFailed, UserError, end_with_launcher, report_failure
 
 # What a full or closed disk says (EIO where torch's writer hides it); the user can mend it, a traceback would not help.
@@ -28,7 +28,7 @@ def main(tree: DictConfig) -> float | None:
     job = HydraConfig.get()
     is_sweep = job.mode == RunMode.MULTIRUN
     try:
-        return tasks.start(
+        return jobs.start(
             tree,
             list(job.overrides.task),
             command=str(Path(__file__).resolve()),

@@ -1,4 +1,4 @@
-"""What all tests share: few threads, and slow tests only when asked for."""
+"""What all tests share: few threads, nothing of the machine's own, and slow tests only when asked for."""
 
 import os
 
@@ -6,6 +6,9 @@ import pytest
 
 # Before torch is imported: tests run side by side, and a thread pool a process would make them wait for one another.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Neither the ranks of an agent that started pytest nor a tracker's key may reach a test, or a run that it starts.
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE"):
+    os.environ.pop(name, None)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,24 +1,15 @@
 """Every file under conf/ composes, a mistake is one line with its key, a digest is of what can change a result."""
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from commands import CONF, Outcome, compose, finish, settings, start, told
 
-from reprise import config, tasks
+from reprise import config, jobs
 from reprise.config import Config
 from reprise.runtime import UserError, World
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-CONF = REPOSITORY / "conf"
 # What a command has to give beside the option itself.
 NEEDED = {
     "data=ptb": ("data.path=somewhere",),
@@ -72,31 +63,6 @@ FIXED_KEYS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    config.register_schema()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield
-
-
-def settings(*words: str) -> Config:
-    return config.load(compose("config", list(words)))
-
-
-def told(*words: str) -> str:
-    """What `python run.py <words>` says before any work: the one line of the mistake, or nothing."""
-    try:
-        tasks.check(settings(*words))
-    except UserError as error:
-        return str(error)
-    except (HydraException, OmegaConfBaseException) as error:
-        return config.explain(error, words)
-    return ""
-
-
 def options() -> list[str]:
     files = [file.relative_to(CONF) for file in sorted(CONF.rglob("*.yaml"))]
     return [f"{file.parent}={file.stem}" for file in files if file.parent != Path(".")]
@@ -144,6 +110,7 @@ def test_fixed_keys_are_there(key: str) -> None:
         ("checkpoint.keep_latest=0", "checkpoint.keep_latest=0: more than 0"),
         ("schedule.kind=linear", "schedule.kind=linear: one of cosine, wsd, constant"),
         ("cluster.precision=fp8", "cluster.precision=fp8: one of "),
+        ("cluster.timeout_s=0", "cluster.timeout_s=0.0: more than 0"),
         ("model.dropout=1", "model.dropout=1.0: "),
         ("generate.top_p=0", "generate.top_p=0.0: "),
         ("logger.wandb_mode=loud", "logger.wandb_mode=loud: one of offline, online, disabled"),
@@ -206,7 +173,7 @@ def test_a_rank_refuses_to_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="no torchrun"):
-        tasks.start(compose("config", ["debug=smoke"]), ["debug=smoke"], command="run.py", sweep=str(tmp_path))
+        jobs.start(compose("debug=smoke"), ["debug=smoke"], command="run.py", sweep=str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -334,26 +301,24 @@ def test_the_command_line_ends_in_one_line_and_no_work(tmp_path: Path) -> None:
         "optim.lrr=1": "error: optim.lrr: no such key; did you mean optim.lr?",
         "+optim.lrr=1": "error: optim.lrr: no such key; did you mean optim.lr?",
         "optim.lr=fast": "error: optim.lr=fast: not of the right type, Float expected",
-        "checkpoint.load=runs/nowhere": "error: checkpoint.load=runs/nowhere: no such run folder or checkpoint file",
+        "checkpoint.load=runs/nowhere": "error: checkpoint.load=runs/nowhere: no such run folder or checkpoint file;"
+        " give a run folder like runs/<name>/<digest>",
     }
-    started = {
-        word: subprocess.Popen(
-            [sys.executable, "run.py", word, f"paths.root={tmp_path}"],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for word in expected
-    }
+    started = {word: start(tmp_path, word) for word in expected}
     for word, process in started.items():
-        output = process.communicate(timeout=120)[0]
-        assert output == expected[word] + "\n"
-        assert process.returncode == 1
+        assert finish(process) == Outcome(1, expected[word] + "\n")
     assert not list(tmp_path.rglob("metrics.csv")) and not list(tmp_path.rglob("*.ckpt"))
     assert not (tmp_path / "prepared").exists()
+
+
+def test_a_saved_config_of_another_version_is_refused_by_its_file(tmp_path: Path) -> None:
+    for content, reason in {"optim: {lrr: 1}": "lrr", "optim: {kind: lion}": "optim.kind=lion: one of adamw"}.items():
+        (tmp_path / "config.yaml").write_text(content)
+        with pytest.raises(UserError) as caught:
+            config.load_saved(tmp_path)
+        line = str(caught.value)
+        assert line.startswith(f"{tmp_path / 'config.yaml'}: written by another version") and "\n" not in line
+        assert reason in line and line.endswith(f"{tmp_path / 'environment.txt'} names its commit")
 
 
 def test_a_loaded_run_keeps_what_the_command_does_not_name() -> None:

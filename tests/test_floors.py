@@ -21,7 +21,8 @@ FLOORS = {
     "benchmarks": 6,
     "config": 7,
     "tasks": 8,
-    "run": 9,
+    "jobs": 9,
+    "run": 10,
 }
 LIGHTNING = {"lightning", "lightning_fabric", "pytorch_lightning"}
 LIGHTNING_ROOM = "training"
@@ -94,7 +95,7 @@ def test_every_file_imports_from_below_only() -> None:
 def test_every_file_is_looked_at() -> None:
     files = list((REPOSITORY / "src" / PACKAGE).rglob("*.py"))
     rooms = {file.relative_to(REPOSITORY / "src" / PACKAGE).parts[0].removesuffix(".py") for file in files}
-    assert {"runtime", "kernels", "cells", "models", "data", "training", "config", "tasks"} <= rooms
+    assert {"runtime", "kernels", "cells", "models", "data", "training", "config", "tasks", "jobs"} <= rooms
 
 
 @pytest.fixture
@@ -111,7 +112,8 @@ def planted(tmp_path: Path) -> Path:
     (package / "data" / "lanes.py").write_text("from . import shards\nfrom reprise.data.shards import Corpus\n")
     (package / "training" / "trainer.py").write_text("import lightning.pytorch\nimport reprise.models\n")
     (package / "tasks.py").write_text("def go():\n    from reprise.training import trainer\n")
-    (tmp_path / "run.py").write_text("from reprise import tasks\n")
+    (package / "jobs.py").write_text("from reprise import tasks\n")
+    (tmp_path / "run.py").write_text("from reprise import jobs\n")
     assert violations(tmp_path) == []
     return tmp_path
 
@@ -138,6 +140,7 @@ def planted(tmp_path: Path) -> Path:
         ("benchmarks/step.py", "import reprise.config", "benchmarks (floor 6) imports config (floor 7)"),
         ("training/trainer.py", "import reprise.benchmarks", "training (floor 5) imports benchmarks (floor 6)"),
         ("config.py", "import reprise.tasks", "config (floor 7) imports tasks (floor 8)"),
+        ("tasks.py", "from reprise.jobs import start", "tasks (floor 8) imports jobs (floor 9)"),
         ("tasks.py", "import run", "tasks imports run.py"),
         ("tasks.py", "def f():\n    import lightning.pytorch as lightning", "tasks imports lightning.pytorch"),
         ("data/lanes.py", "from lightning.pytorch import LightningDataModule", "Lightning only inside training/"),

@@ -6,17 +6,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import REPOSITORY, start, succeed
 
-ROOT = Path(__file__).parent.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One finished run, made as a user would make it."""
     root = tmp_path_factory.mktemp("runs_for_notebooks")
-    command = [sys.executable, "run.py", "debug=smoke", f"paths.root={root}", "cluster.precision=32-true"]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    succeed(start(root, "debug=smoke", "cluster.precision=32-true"))
     return root / "runs"
 
 
@@ -24,7 +23,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_notebook_runs_and_leaves_its_figure(notebook: Path, runs: Path, tmp_path: Path) -> None:
     environment = os.environ | {"REPRISE_RUNS": str(runs), "REPRISE_FIGURES": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "--nbmake", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    done = subprocess.run([*command, str(notebook)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run([*command, str(notebook)], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:]
     assert (tmp_path / "loss.png").stat().st_size > 1000
 

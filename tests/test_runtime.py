@@ -14,16 +14,7 @@ from hypothesis import strategies as st
 from reprise import runtime
 from reprise.runtime import RunFolder, UserError, World, digest_of, from_rank_zero, is_rank, say, write_atomically
 
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
-
-@pytest.fixture
-def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in RANK_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-
-
-@pytest.mark.usefixtures("no_ranks")
 def test_a_process_without_an_agent_is_a_world_of_one() -> None:
     assert World.from_environment() == World(rank=0, size=1, local_rank=0, local_size=1)
     assert World().num_nodes == 1
@@ -31,7 +22,7 @@ def test_a_process_without_an_agent_is_a_world_of_one() -> None:
 
 
 def test_a_rank_reads_its_place_from_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in zip(RANK_VARIABLES, ("5", "8", "1", "4"), strict=True):
+    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
     world = World.from_environment()
     assert world == World(rank=5, size=8, local_rank=1, local_size=4)
@@ -43,7 +34,6 @@ def test_a_rank_reads_its_place_from_the_agent(monkeypatch: pytest.MonkeyPatch) 
 def test_only_rank_zero_speaks(
     rank: str | None, heard: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     say("hello")

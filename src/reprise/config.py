@@ -30,6 +30,7 @@ from reprise.runtime import (
     UserError,
     World,
     as_plain,
+    check_one_of,
     digest_of,
     environment_text,
     from_rank_zero,
@@ -60,42 +61,27 @@ _WITHOUT_EFFECT = (
 RANKED_TASKS = ("pretrain", "evaluate")
 # Tasks in which a model that hears what comes next would be told the answer.
 _NEXT_TOKEN_TASKS = ("pretrain", "evaluate", "generate")
+# Sections that only tasks with a model read.
+_OF_A_MODEL = (
+    "seed",
+    "model",
+    "optim",
+    "schedule",
+    "train",
+    "cluster",
+    "checkpoint",
+    "generate",
+    "prompt",
+    "benchmark",
+)
 # Sections that a task does not read.
 _UNUSED_BY_TASK = {
-    "prepare": (
-        "seed",
-        "model",
-        "optim",
-        "schedule",
-        "train",
-        "cluster",
-        "checkpoint",
-        "generate",
-        "prompt",
-        "runs",
-        "benchmark",
-        "data.num_lanes",
-        "data.window",
-        "data.eval_lanes",
-    ),
+    "prepare": (*_OF_A_MODEL, "runs", "data.num_lanes", "data.window", "data.eval_lanes"),
     "pretrain": ("prompt", "runs", "generate", "benchmark"),
     "evaluate": ("prompt", "runs", "generate", "benchmark"),
     "generate": ("runs", "benchmark"),
     "benchmark": ("checkpoint", "generate", "prompt", "runs"),
-    "report": (
-        "seed",
-        "data",
-        "prepare",
-        "model",
-        "optim",
-        "schedule",
-        "train",
-        "cluster",
-        "checkpoint",
-        "generate",
-        "prompt",
-        "benchmark",
-    ),
+    "report": (*_OF_A_MODEL, "data", "prepare"),
 }
 
 
@@ -106,8 +92,7 @@ class TaskConfig:
     name: str = "pretrain"
 
     def __post_init__(self) -> None:
-        if self.name not in _UNUSED_BY_TASK:
-            raise UserError(f"task.name={self.name}: one of {', '.join(_UNUSED_BY_TASK)}")
+        check_one_of("task.name", self.name, allowed=tuple(_UNUSED_BY_TASK))
 
 
 @dataclass
@@ -147,7 +132,10 @@ class Config:
             raise UserError(f"name={self.name!r}: letters, digits and . , = + - _ only, since it names a folder")
 
     def check(self) -> None:
-        """What no section can know alone; not in `__post_init__`, which also runs on the schema's bare defaults."""
+        """Raise a UserError for what no section can know alone.
+
+        Not in `__post_init__`, which also runs on the schema's bare defaults.
+        """
         train = self.train
         if train.max_steps is None and train.max_tokens is None and train.max_minutes is None:
             raise UserError(
@@ -173,6 +161,7 @@ class Config:
         return self.data.num_lanes * self.data.window
 
     def planned_steps(self) -> int | None:
+        """Optimizer steps asked for; None when only wall time limits the run."""
         return self.train.planned_steps(self.tokens_per_step())
 
     def digest(self) -> str:
@@ -187,9 +176,11 @@ class Config:
         return digest_of(plain)
 
     def run_folder(self) -> RunFolder:
+        """Where the run of these settings is, whether it has been made or not."""
         return RunFolder(Path(self.paths.root) / "runs" / self.name / self.digest())
 
     def prepared_root(self) -> Path:
+        """Where prepared corpora are."""
         return Path(self.paths.root) / "prepared"
 
 
@@ -251,8 +242,11 @@ def load_saved(run: Path) -> Config:
         raise UserError(f"{run}: no config.yaml there; give a run folder, or a checkpoint inside one")
     try:
         saved = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(file)))
-    except OmegaConfBaseException as error:
-        raise UserError(f"{file}: written by another version of this project ({_one_line(error)})") from error
+    except (OmegaConfBaseException, UserError) as error:
+        raise UserError(
+            f"{file}: written by another version of this project ({_one_line(error)});"
+            f" {run / 'environment.txt'} names its commit"
+        ) from error
     assert isinstance(saved, Config)
     return saved
 

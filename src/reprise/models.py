@@ -55,14 +55,18 @@ class ModelConfig:
             raise UserError(f"model.layer_residual=true: a {self.cell.kind} adds its input itself; allowed: false")
 
     def build(self, *, vocab_size: int) -> "LanguageModel":
-        """The model for a vocabulary, freshly initialised from torch's global generator."""
+        """The model for a vocabulary, freshly initialised from torch's global generator.
+
+        Raises:
+            UserError: fewer than two words.
+        """
         if vocab_size < 2:
             raise UserError(f"data.vocab_size={vocab_size}: allowed: 2 or more")
         return LanguageModel(self, vocab_size)
 
 
 class LanguageModel(nn.Module):
-    """Next-token model. The hidden state is handed in and out; rows never see each other."""
+    """Next-token model over `vocab_size` words. The hidden state is handed in and out; rows never see each other."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()

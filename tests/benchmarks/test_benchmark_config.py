@@ -1,50 +1,15 @@
 """Settings of a benchmark: what is refused by name, which sizes a case means, what a digest sees."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
+from commands import settings, told
 
-from reprise import config, tasks
 from reprise.benchmarks.config import NAMES, BenchmarkConfig
-from reprise.config import Config
-from reprise.runtime import UserError
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
-
-
-@pytest.fixture(autouse=True)
-def _composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    config.register_schema()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        yield
-
-
-def settings(*words: str) -> Config:
-    return config.load(compose("config", ["task=benchmark", *words]))
-
-
-def told(*words: str) -> str:
-    try:
-        tasks.check(settings(*words))
-    except UserError as error:
-        return str(error)
-    except (HydraException, OmegaConfBaseException) as error:
-        return config.explain(error, words)
-    return ""
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_benchmark_has_its_file(name: str) -> None:
-    assert settings(f"benchmark={name}").benchmark.name == name
-    assert told(f"benchmark={name}", "debug=quick") == ""
+    assert settings("task=benchmark", f"benchmark={name}").benchmark.name == name
+    assert told("task=benchmark", f"benchmark={name}", "debug=quick") == ""
 
 
 @pytest.mark.parametrize(
@@ -64,13 +29,13 @@ def test_every_benchmark_has_its_file(name: str) -> None:
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(word: str, line: str) -> None:
-    message = told(word)
+    message = told("task=benchmark", word)
     assert message.startswith(line) and "\n" not in message
 
 
 def test_a_gpu_that_is_not_there_is_missed_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    assert told("cluster=one_gpu").startswith("cluster.accelerator=gpu: 0 GPUs here")
+    assert told("task=benchmark", "cluster=one_gpu").startswith("cluster.accelerator=gpu: 0 GPUs here")
 
 
 def test_cases_name_the_sizes_beside_the_main_one() -> None:
@@ -84,7 +49,7 @@ def test_cases_name_the_sizes_beside_the_main_one() -> None:
 
 def test_a_benchmark_does_not_make_another_run_of_the_other_tasks() -> None:
     def digest(*words: str) -> str:
-        return config.load(compose("config", list(words))).digest()
+        return settings(*words).digest()
 
     for task in ("prepare", "pretrain", "evaluate", "generate", "report"):
         assert digest(f"task={task}", "benchmark=loss", "benchmark.width=8") == digest(f"task={task}")

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from reprise.data import corpora
 from reprise.data.corpora import DataConfig, PrepareConfig, find_files, open_source, split_by_position
 from reprise.data.documents import Document, RecordReport
+from reprise.data.prepare import prepare
 from reprise.runtime import UserError
 
 
 def split(texts: list[str]) -> list[tuple[str, Document]]:
     documents = (Document(str(number), text) for number, text in enumerate(texts))
-    return list(split_by_position(documents, RecordReport()))
+    return list(split_by_position(documents, RecordReport(), setting="data.source=a.txt"))
 
 
 def test_sotu_has_its_237_messages_split_by_position() -> None:
@@ -63,7 +64,7 @@ def test_few_documents_are_cut_at_line_ends_without_loss(texts: list[str]) -> No
     texts = [text for text in texts if text.strip()]
     num_lines = sum(bool(line.strip()) for text in texts for line in text.split("\n"))
     if 0 < num_lines < 3:
-        with pytest.raises(UserError, match=f"with {num_lines} lines of text, too few"):
+        with pytest.raises(UserError, match=f"^data.source=a.txt: .* with {num_lines} lines of text, too few"):
             split(texts)
         return
     parts = split(texts)
@@ -76,7 +77,8 @@ def test_few_documents_are_cut_at_line_ends_without_loss(texts: list[str]) -> No
 def test_few_documents_are_cut_near_90_5_5() -> None:
     report = RecordReport()
     text = "".join(f"this is line {number:04d}\n" for number in range(1000))
-    sizes = {name: len(part.text) / len(text) for name, part in split_by_position(iter([Document("a", text)]), report)}
+    parts = split_by_position(iter([Document("a", text)]), report, setting="data.source=a.txt")
+    sizes = {name: len(part.text) / len(text) for name, part in parts}
     assert sizes == pytest.approx({"train": 0.9, "val": 0.05, "test": 0.05}, abs=0.002)
     assert report.notes == ["1 documents, too few to split whole: cut at line ends, 90/5/5 % of the bytes"]
 
@@ -90,7 +92,7 @@ def test_a_path_a_folder_and_a_glob_find_files(write_jsonl: Callable[..., Path],
     assert find_files(str(tmp_path / "source/**/*.jsonl")) == [one, two]
     with pytest.raises(UserError, match=r"cannot read notes.md; allowed are .txt .txt.gz .txt.zst .jsonl"):
         find_files(str(tmp_path / "source" / "*"))
-    with pytest.raises(UserError, match=r"data.source=.*missing/\*.txt: no such file"):
+    with pytest.raises(UserError, match=r"data.source=.*missing/\*.txt: no such file; give a path, .* \.jsonl"):
         find_files(str(tmp_path / "missing/*.txt"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="the folder has no file"):
@@ -106,12 +108,15 @@ def test_a_file_name_with_glob_characters_is_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"corpus": "sutu"}, "data.corpus=sutu: allowed are sotu, files, ptb, pydoc"),
+        ({"corpus": "sutu"}, "data.corpus=sutu: one of sotu, files, ptb, pydoc"),
         ({"window": 0}, "data.window=0: must be at least 1"),
         ({"source": "a.txt", "path": "b"}, "only one of them"),
         ({"corpus": "files"}, "data.corpus=files needs data.source"),
         ({"corpus": "ptb"}, "data.corpus=ptb needs data.path"),
-        ({"corpus": "ptb", "path": "/nowhere"}, "data.path=/nowhere: no file ptb.train.txt there"),
+        (
+            {"corpus": "ptb", "path": "/nowhere"},
+            "data.path=/nowhere: no file ptb.train.txt there; give the folder",
+        ),
         ({"path": "somewhere"}, "data.path=somewhere: data.corpus=sotu has no path"),
     ],
 )
@@ -121,7 +126,47 @@ def test_wrong_settings_are_named(settings: dict[str, object], message: str) -> 
 
 
 def test_wrong_prepare_settings_are_named() -> None:
-    with pytest.raises(UserError, match="prepare.on_corrupt=ignore: allowed are fail, quarantine, salvage"):
+    with pytest.raises(UserError, match="prepare.on_corrupt=ignore: one of fail, quarantine, salvage"):
         PrepareConfig(on_corrupt="ignore")
     with pytest.raises(UserError, match="prepare.shard_mib=0"):
         PrepareConfig(shard_mib=0)
+
+
+def write_words(folder: Path, **splits: str) -> Path:
+    folder.mkdir()
+    for name, text in {"train": " a b \n c b \n", "valid": " b \n", "test": " c a \n", **splits}.items():
+        (folder / f"ptb.{name}.txt").write_text(text)
+    return folder
+
+
+def test_word_level_files_have_a_closed_vocabulary_and_word_counts(tmp_path: Path) -> None:
+    folder = write_words(tmp_path / "words")
+    corpus = prepare(DataConfig(corpus="ptb", path=str(folder)), PrepareConfig(), tmp_path / "root")
+    assert corpus.tokenizer.pieces == ["<eos>", "b", "a", "c"]
+    train = corpus.split("train")
+    assert train.tokens[:].tolist() == [2, 1, 0, 3, 1, 0] and train.doc_offsets.tolist() == [0, 6]
+    assert (train.num_words, train.num_bytes) == (6, len(" a b \n c b \n"))
+
+
+def test_a_word_outside_the_vocabulary_names_file_and_word(tmp_path: Path) -> None:
+    folder = write_words(tmp_path / "words", valid=" b zebra \n")
+    with pytest.raises(UserError, match=r"ptb.valid.txt: word 'zebra' is not among the 4 words .*; write one of"):
+        prepare(DataConfig(corpus="ptb", path=str(folder)), PrepareConfig(), tmp_path / "root")
+    empty = write_words(tmp_path / "empty", test="\n")
+    with pytest.raises(UserError, match=r"empty/ptb.test.txt: no words in it; give the folder of ptb.train.txt"):
+        prepare(DataConfig(corpus="ptb", path=str(empty)), PrepareConfig(), tmp_path / "root")
+    (empty / "ptb.test.txt").write_bytes(b"caf\xe9\n")
+    with pytest.raises(UserError, match=r"empty/ptb.test.txt: byte 3 is not UTF-8; write the file as UTF-8"):
+        prepare(DataConfig(corpus="ptb", path=str(empty)), PrepareConfig(), tmp_path / "root")
+
+
+def test_penn_treebank_has_its_published_counts(ptb_folder: Path, tmp_path: Path) -> None:
+    corpus = prepare(DataConfig(corpus="ptb", path=str(ptb_folder)), PrepareConfig(), tmp_path)
+    assert corpus.tokenizer.vocab_size == 10_000
+    counts = {"train": 929_589, "val": 73_760, "test": 82_430}
+    for split, file in {"train": "train", "val": "valid", "test": "test"}.items():
+        part = corpus.split(split)
+        assert part.num_tokens == part.num_words == counts[split]
+        assert part.num_bytes == (ptb_folder / f"ptb.{file}.txt").stat().st_size
+        assert part.doc_offsets.tolist() == [0, counts[split]]
+        assert part.tokens[counts[split] - 1] == corpus.tokenizer.eos_id

@@ -18,7 +18,7 @@ from reprise.data import prepare as preparing
 from reprise.data import shards
 from reprise.data.corpora import DataConfig, PrepareConfig, open_source
 from reprise.data.documents import RecordReport
-from reprise.data.prepare import corpus_digest, prepare
+from reprise.data.prepare import prepare
 from reprise.data.shards import Corpus, HashedFile, SplitWriter, open_corpus
 from reprise.runtime import UserError
 
@@ -82,20 +82,24 @@ def test_a_second_call_is_a_no_op_that_says_so(
     assert capsys.readouterr().out.startswith(f"already prepared, nothing to do: {first.folder}")
 
 
+def digest_of(data: DataConfig, settings: PrepareConfig) -> str:
+    return preparing._digest(open_source(data, settings), data, settings)
+
+
 def test_the_digest_follows_content_and_settings_and_not_the_place(write_jsonl: WriteJsonl, tmp_path: Path) -> None:
     source = write_jsonl(25)
     copy = tmp_path / "elsewhere" / source.name
     copy.parent.mkdir()
     shutil.copy(source, copy)
-    digest = corpus_digest(small(source), PrepareConfig())
-    assert corpus_digest(small(copy), PrepareConfig()) == digest
+    digest = digest_of(small(source), PrepareConfig())
+    assert digest_of(small(copy), PrepareConfig()) == digest
     others = {
-        corpus_digest(DataConfig(source=str(source), vocab_size=351), PrepareConfig()),
-        corpus_digest(small(source, text_key="body"), PrepareConfig()),
-        corpus_digest(small(source), PrepareConfig(on_corrupt="salvage")),
+        digest_of(DataConfig(source=str(source), vocab_size=351), PrepareConfig()),
+        digest_of(small(source, text_key="body"), PrepareConfig()),
+        digest_of(small(source), PrepareConfig(on_corrupt="salvage")),
     }
     copy.write_bytes(source.read_bytes() + b"\n")
-    others.add(corpus_digest(small(copy), PrepareConfig()))
+    others.add(digest_of(small(copy), PrepareConfig()))
     assert len(others | {digest}) == 5
 
 
@@ -226,8 +230,8 @@ def test_without_locks_the_first_rename_counts(
 @pytest.mark.parametrize(
     ("text", "vocab_size", "message"),
     [
-        ("", 350, r"the corpus is empty \(1 records read, 0 kept; dropped: 1 empty\)"),
-        ("one line only\n", 350, "1 documents with 1 lines of text, too few"),
+        ("", 350, r"a.txt: no text in it \(1 records read, 0 kept; dropped: 1 empty\); give another data.source"),
+        ("one line only\n", 350, "a.txt: 1 documents with 1 lines of text, too few .*; give more text"),
         ("some lines\nof text\nand more\n" * 9, 9000, r"data.vocab_size=9000 is too large for this corpus: .* at most"),
     ],
 )
@@ -255,7 +259,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
         return learned
 
     monkeypatch.setattr(preparing, "_learn", learn_then_change)
-    with pytest.raises(UserError, match="the source changed while it was read"):
+    with pytest.raises(UserError, match="^data.source=.*corpus.jsonl: the text changed .*; run the command again"):
         prepare(small(source), PrepareConfig(), tmp_path / "root")
 
 
@@ -317,40 +321,3 @@ def test_the_training_sample_is_bounded_even_and_repeatable(
     one = preparing._Sample(10)
     one.add("a part that is longer than the whole sample")
     assert len(one.parts) == 1
-
-
-def write_words(folder: Path, **splits: str) -> Path:
-    folder.mkdir()
-    for name, text in {"train": " a b \n c b \n", "valid": " b \n", "test": " c a \n", **splits}.items():
-        (folder / f"ptb.{name}.txt").write_text(text)
-    return folder
-
-
-def test_word_level_files_have_a_closed_vocabulary_and_word_counts(tmp_path: Path) -> None:
-    folder = write_words(tmp_path / "words")
-    corpus = prepare(DataConfig(corpus="ptb", path=str(folder)), PrepareConfig(), tmp_path / "root")
-    assert corpus.tokenizer.pieces == ["<eos>", "b", "a", "c"]
-    train = corpus.split("train")
-    assert train.tokens[:].tolist() == [2, 1, 0, 3, 1, 0] and train.doc_offsets.tolist() == [0, 6]
-    assert (train.num_words, train.num_bytes) == (6, len(" a b \n c b \n"))
-
-
-def test_a_word_outside_the_vocabulary_names_file_and_word(tmp_path: Path) -> None:
-    folder = write_words(tmp_path / "words", valid=" b zebra \n")
-    with pytest.raises(UserError, match=r"ptb.valid.txt: word 'zebra' is not among the 4 words"):
-        prepare(DataConfig(corpus="ptb", path=str(folder)), PrepareConfig(), tmp_path / "root")
-    empty = write_words(tmp_path / "empty", test="\n")
-    with pytest.raises(UserError, match=r"ptb.test.txt: no words in it"):
-        prepare(DataConfig(corpus="ptb", path=str(empty)), PrepareConfig(), tmp_path / "root")
-
-
-def test_penn_treebank_has_its_published_counts(ptb_folder: Path, tmp_path: Path) -> None:
-    corpus = prepare(DataConfig(corpus="ptb", path=str(ptb_folder)), PrepareConfig(), tmp_path)
-    assert corpus.tokenizer.vocab_size == 10_000
-    counts = {"train": 929_589, "val": 73_760, "test": 82_430}
-    for split, file in {"train": "train", "val": "valid", "test": "test"}.items():
-        part = corpus.split(split)
-        assert part.num_tokens == part.num_words == counts[split]
-        assert part.num_bytes == (ptb_folder / f"ptb.{file}.txt").stat().st_size
-        assert part.doc_offsets.tolist() == [0, counts[split]]
-        assert part.tokens[counts[split] - 1] == corpus.tokenizer.eos_id

@@ -129,27 +129,28 @@ def test_split_lines_cut_at_blanks() -> None:
 
 
 def test_words_and_lines_round_trip_in_a_closed_vocabulary() -> None:
-    words = build_word_vocabulary([" b a b \n c <unk> b \n"])
+    words = build_word_vocabulary([Document("x", " b a b \n"), Document("y", " c <unk> b \n")])
     assert words.pieces == [EOS_WORD, "b", "<unk>", "a", "c"]
     assert words.encode("b a\nc") == [1, 3, 0, 4]
     assert words.decode([1, 3, 0, 4, 0]) == "b a\nc\n"
     loaded = tokenizers.load("word", words.model_bytes())
     assert isinstance(loaded, WordTokenizer) and loaded.fingerprint == words.fingerprint
-    with pytest.raises(UserError, match=r"'zebra' is not among the 5 words .* <unk>"):
+    with pytest.raises(UserError, match=r"'zebra' is not among the 5 words .*; write <unk>$"):
         words.encode("a zebra")
 
 
 @pytest.mark.parametrize("text", [" b a \n c \n", " b a \n c "])
 def test_a_word_level_document_has_one_eos_a_line(text: str) -> None:
-    words = build_word_vocabulary([text])
-    ids = words.encode_documents([Document("x", text)], num_threads=1)[0]
+    document = Document("x", text)
+    words = build_word_vocabulary([document])
+    ids = words.encode_documents([document], num_threads=1)[0]
     assert words.decode(ids.tolist()) == "b a\nc\n"
     assert ids.dtype == np.uint32
 
 
 def test_the_word_for_line_ends_cannot_be_a_word() -> None:
-    with pytest.raises(UserError, match="<eos>"):
-        build_word_vocabulary(["a <eos> b"])
+    with pytest.raises(UserError, match="^ptb.train.txt: the word <eos> stands for the end of a line; write another"):
+        build_word_vocabulary([Document("ptb.train.txt", "a <eos> b")])
 
 
 def test_kinds_are_told_apart() -> None:

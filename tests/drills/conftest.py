@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from drill_runs import SMALL, run
+from commands import run
+from drill_runs import SMALL
 
 
 @pytest.fixture(scope="session")

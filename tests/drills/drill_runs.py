@@ -1,17 +1,9 @@
-"""Whole runs as a user starts them: `python run.py ...` in processes of their own, and what they leave behind."""
+"""A run small enough to drill with, and what a run leaves behind."""
 
 import csv
 import json
-import os
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Fifty steps in about a second, with dropout, and with checkpoints on the borders of log steps.
 SMALL = (
@@ -28,54 +20,6 @@ SMALL = (
     "prompt='The value of'",
 )
 LOSSES = ("train/loss", "val/loss", "test/loss")
-# Nothing of the machine's own may reach a run: neither ranks nor a tracker's key.
-_NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WANDB_API_KEY", "WANDB_MODE")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a process ended, and what it said on both its outputs."""
-
-    exit_code: int
-    output: str
-
-
-def start(root: Path, *words: str, launcher: tuple[str, ...] = (), home: Path | None = None) -> "subprocess.Popen[str]":
-    """Start `python [launcher] run.py <words>` with everything it writes under `root`, and its input closed."""
-    environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    environment |= {"OMP_NUM_THREADS": "1"} | ({} if home is None else {"HOME": str(home)})
-    return subprocess.Popen(
-        [sys.executable, *launcher, "run.py", *words, f"paths.root={root}"],
-        cwd=REPOSITORY,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process: "subprocess.Popen[str]") -> Outcome:
-    """Wait for the process; one that hangs is killed and fails the test."""
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        pytest.fail(f"no end within 240 s; it said:\n{output}")
-    return Outcome(process.returncode, output)
-
-
-def run(root: Path, *words: str, **how: Any) -> Outcome:
-    return finish(start(root, *words, **how))
-
-
-def succeed(*processes: "subprocess.Popen[str]") -> list[Outcome]:
-    """Wait for all; each must end well."""
-    outcomes = [finish(process) for process in processes]
-    for outcome in outcomes:
-        assert outcome.exit_code == 0, outcome.output
-    return outcomes
 
 
 def folder_of(root: Path, name: str) -> Path:

@@ -7,7 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from drill_runs import SMALL, Outcome, events_of, finish, folder_of, losses_of, result_of, run, start, succeed
+from commands import Outcome, finish, run, start, succeed
+from drill_runs import SMALL, events_of, folder_of, losses_of, result_of
 
 SCORES = ("val/loss", "val/ppl", "val/bpb", "test/loss", "test/ppl", "test/bpb")
 EVALUATE = ("task=evaluate", "cluster.precision=32-true")

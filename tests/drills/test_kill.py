@@ -8,7 +8,8 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
-from drill_runs import SMALL, finish, folder_of, losses_of, result_of, start
+from commands import finish, start
+from drill_runs import SMALL, folder_of, losses_of, result_of
 
 # Many checkpoints for kills to hit, and validations that give them time; neither changes a number.
 BUSY = (*SMALL, "checkpoint.every_steps=2", "train.validate_every_steps=2")

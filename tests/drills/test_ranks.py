@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from drill_runs import SMALL, folder_of, losses_of, result_of, run, start, succeed
+from commands import run, start, succeed
+from drill_runs import SMALL, folder_of, losses_of, result_of
 
 TOLERANCE = 1e-4
 

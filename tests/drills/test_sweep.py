@@ -5,7 +5,8 @@ import random
 from pathlib import Path
 
 import pytest
-from drill_runs import SMALL, run
+from commands import run
+from drill_runs import SMALL
 
 TINY = (*SMALL, "train.max_steps=6", "train.validate_every_steps=null", "data.window=16")
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from drill_runs import SMALL, folder_of, losses_of, result_of, start, succeed
+from commands import start, succeed
+from drill_runs import SMALL, folder_of, losses_of, result_of
 from test_kill import BUSY, assert_same_run, at_a_random_moment, during_a_save, kill_and_restart
 
 # A cache of three windows and a half, so that what a checkpoint holds of it matters.

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from drill_runs import SMALL, losses_of, result_of, run
+from commands import run
+from drill_runs import SMALL, losses_of, result_of
 
 
 def test_training_with_and_without_validation_is_the_same(straight: Path) -> None:

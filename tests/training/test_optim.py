@@ -90,6 +90,8 @@ def test_optimizer_takes_parameters_in_name_order(make_model: Callable[..., Lang
         ({"lr": math.nan}, "optim.lr=nan: more than 0"),
         ({"lr": math.inf}, "optim.lr=inf: more than 0"),
         ({"weight_decay": -0.1}, "optim.weight_decay=-0.1: at least 0"),
+        ({"eps": -1e-8}, "optim.eps=-1e-08: at least 0"),
+        ({"momentum": math.nan}, "optim.momentum=nan: at least 0"),
         ({"betas": [0.9]}, r"optim.betas=\[0.9\]: two numbers"),
         ({"betas": [0.9, 1.0]}, r"optim.betas=\[0.9, 1.0\]: two numbers"),
     ],

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from reprise.benchmarks.timing import Pace
-from reprise.runtime import UserError
+from reprise.runtime import UserError, check_one_of
 
 NAMES = ("recurrence", "resets", "loss", "scan", "step")
 # Which further sizes the recurrence is measured at: none, one dimension away from the main size, all combinations.
@@ -36,10 +36,8 @@ class BenchmarkConfig:
     document_tokens: int = 64
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise UserError(f"benchmark.name={self.name}: one of {', '.join(NAMES)}")
-        if self.cases not in CASES:
-            raise UserError(f"benchmark.cases={self.cases}: one of {', '.join(CASES)}")
+        check_one_of("benchmark.name", self.name, allowed=NAMES)
+        check_one_of("benchmark.cases", self.cases, allowed=CASES)
         if self.repetitions < MIN_REPETITIONS:
             raise UserError(f"benchmark.repetitions={self.repetitions}: at least {MIN_REPETITIONS}")
         if self.min_repetition_ms < 0:
@@ -58,6 +56,7 @@ class BenchmarkConfig:
             )
 
     def pace(self) -> Pace:
+        """How often every side runs."""
         return Pace(self.repetitions, self.warmup, self.min_repetition_ms / 1000)
 
     def further_sizes(self) -> list[tuple[int, int]]:

@@ -59,6 +59,7 @@ class Layer:
         return Layer(hidden_ND, self.weight_VD, self.bias_V, self.targets_N)
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What gradients are asked of: hidden states, weight, bias."""
         return self.hidden_ND, self.weight_VD, self.bias_V
 
 

@@ -30,6 +30,7 @@ class Place:
 
     @classmethod
     def of(cls, cluster: ClusterConfig) -> "Place":
+        """The device on which training runs under these settings."""
         return cls(torch.device("cuda" if cluster.accelerator == "gpu" else "cpu"))
 
     def synchronise(self) -> None:
@@ -43,7 +44,7 @@ class Place:
 
     def facts(self) -> dict[str, Any]:
         """The machine, as `result.json` names it."""
-        facts: dict[str, Any] = {
+        return {
             "device": torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu",
             "processor": _processor_name(),
             "processor_features": _processor_features(),
@@ -51,7 +52,6 @@ class Place:
             "threads": torch.get_num_threads(),
             "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
         }
-        return facts
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -40,6 +40,9 @@ def measure_growth(module: str, function: str, *, arguments: Sequence[Any], warm
     """Growth of one call of the work that `module.function(*arguments)` makes ready.
 
     A small work, of `warmup_arguments`, is done before it: what is loaded and compiled once is no growth.
+
+    Raises:
+        RuntimeError: the process failed; with the end of what it said.
     """
     words = [module, function, json.dumps(list(arguments)), json.dumps(list(warmup_arguments))]
     command = [sys.executable, "-m", "reprise.benchmarks.memory", *words]
@@ -74,6 +77,7 @@ def _resident(field: str) -> int:
 
 
 def main() -> None:
+    """What the process of a case does: prepare and run the small work, then measure the one asked for."""
     module, function, arguments, warmup_arguments = sys.argv[1:]
     prepare = getattr(importlib.import_module(module), function)
     prepare(*json.loads(warmup_arguments))()

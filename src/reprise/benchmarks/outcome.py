@@ -20,6 +20,7 @@ class Outcome:
     tables: list[Table] = field(default_factory=list)
 
     def add(self, case: str, timings: Timings) -> None:
+        """Keep a record of every side that was timed in `case`."""
         self.records += [timing.record(case) for timing in timings.values()]
 
     def result(self) -> dict[str, Any]:
@@ -44,6 +45,7 @@ def rates_table(title: str, timings: Timings) -> Table:
 
 
 def ratios_table(title: str, ratios: dict[str, Spread]) -> Table:
+    """Median and quartiles of every ratio."""
     table = _table(title, "ratio", "median", "quartiles")
     for name, spread in ratios.items():
         table.add_row(name, f"{spread.median:.3f}", f"{spread.low:.3f} - {spread.high:.3f}")
@@ -51,6 +53,7 @@ def ratios_table(title: str, ratios: dict[str, Spread]) -> Table:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of anything else: a heading for every column, and rows as long."""
     table = _table(title, *columns)
     for row in rows:
         table.add_row(*row)

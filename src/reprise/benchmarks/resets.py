@@ -69,6 +69,7 @@ class Alone:
     is_identical: bool
 
     def plain(self) -> dict[str, Any]:
+        """As `result.json` has it."""
         return {
             "products": short_name(self.product),
             "documents": self.num_documents,

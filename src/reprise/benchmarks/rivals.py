@@ -23,6 +23,7 @@ BF16_WAYS = ("autocast", "weights")
 
 
 def library_layer(kind: str, size: Size, place: Place, *, batch_first: bool = False) -> nn.LSTM | nn.GRU:
+    """nn.LSTM or nn.GRU of that width, in fp32, with weights that depend on the width only."""
     torch.manual_seed(size.width)
     return LAYERS[kind](size.width, size.width, batch_first=batch_first).to(place.device)
 
@@ -118,7 +119,7 @@ def _parts(resets: list[bool]) -> list[tuple[int, int]]:
 class WordLanguageModel(nn.Module):
     """Embedding, nn.LSTM and a linear layer with one logit a word, as the usual tutorial language model has them.
 
-    With `output_width`, the hidden state is projected to it and the output layer's weight is the embedding's: the
+    `tied` makes the output layer's weight the embedding's, and projects a hidden state of another width to its: the
     products of a model of ours whose embedding is narrower than its state.
     """
 
@@ -134,12 +135,13 @@ class WordLanguageModel(nn.Module):
             self.to_words.weight = self.embed.weight
 
     def initial_state(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Zeros, hidden and cell state [num_layers, B, D]."""
         weight = self.to_words.bias
         shape = (self.lstm.num_layers, num_rows, self.lstm.hidden_size)
         return weight.new_zeros(shape), weight.new_zeros(shape)
 
     def forward(self, tokens_TB: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Log probabilities of every next word [T * B, V], and the state after the window."""
+        """Log probabilities of every next word [T * B, V] after tokens [T, B], and the state after the window."""
         hidden_TBD, state = self.lstm(self.embed(tokens_TB), state)
         if self.project is not None:
             hidden_TBD = self.project(hidden_TBD)

@@ -18,7 +18,7 @@ from reprise.benchmarks.config import BenchmarkConfig
 from reprise.benchmarks.machine import Place, product_sides, short_name
 from reprise.benchmarks.outcome import Outcome, plain_table, rates_table
 from reprise.benchmarks.rivals import WordLanguageModel, WordModelTraining
-from reprise.benchmarks.timing import Side, Spread, Timing, Timings, interleave, speed_ratio
+from reprise.benchmarks.timing import Side, Spread, Timing, Timings, interleave, speed_ratio, work_ratio
 from reprise.benchmarks.training_step import Laps, TrainingStep
 from reprise.benchmarks.windows import cell_implementation, implementation_of
 from reprise.data.shards import Corpus
@@ -215,8 +215,7 @@ def _outcome(timings: Timings, flops: int) -> Outcome:
 
 def _share(step: Timing, flops: int, product: Timing) -> Spread:
     """Rate of the step's products over the rate of a large one, repetition by repetition."""
-    work = flops / product.side.facts["flops"]
-    return Spread.of([work * theirs / ours for ours, theirs in zip(step.seconds, product.seconds, strict=True)])
+    return work_ratio(step, product, work=flops / product.side.facts["flops"])
 
 
 def _quickest(products: list[Timing]) -> Timing:

@@ -49,10 +49,12 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
+        """Of two values or more."""
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
     def plain(self) -> dict[str, float]:
+        """As `result.json` has it."""
         return {"median": self.median, "low": self.low, "high": self.high}
 
 
@@ -66,6 +68,7 @@ class Timing:
 
     @property
     def spread(self) -> Spread:
+        """Median and quartiles of the seconds."""
         return Spread.of(self.seconds)
 
     def record(self, case: str) -> dict[str, Any]:
@@ -110,6 +113,11 @@ def interleave(
 def speed_ratio(over: Timing, under: Timing) -> Spread:
     """How many times as fast `over` is as `under`, in tokens a second where both count tokens, else in calls."""
     work = over.side.tokens / under.side.tokens if over.side.tokens and under.side.tokens else 1.0
+    return work_ratio(over, under, work=work)
+
+
+def work_ratio(over: Timing, under: Timing, *, work: float) -> Spread:
+    """Work a second of `over` over that of `under`, where a call of `over` does `work` times as much."""
     return Spread.of([work * theirs / ours for ours, theirs in zip(over.seconds, under.seconds, strict=True)])
 
 

@@ -30,9 +30,11 @@ class Size:
 
     @property
     def tokens(self) -> int:
+        """Positions of all rows."""
         return self.num_rows * self.num_steps
 
     def facts(self) -> dict[str, Any]:
+        """As a record has it."""
         return {"width": self.width, "num_rows": self.num_rows, "num_steps": self.num_steps}
 
     def __str__(self) -> str:

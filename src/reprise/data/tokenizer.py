@@ -19,7 +19,6 @@ import sentencepiece
 from reprise.data.documents import Document
 from reprise.runtime import UserError
 
-EOS_PIECE = "</s>"
 EOS_WORD = "<eos>"
 MASK_PIECE = "<mask>"
 
@@ -93,8 +92,9 @@ class SubwordTokenizer(Tokenizer):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"text holds a lone surrogate at character {error.start}: it cannot be written as UTF-8"
-            raise UserError(message) from None
+            raise UserError(
+                f"a lone surrogate at character {error.start}, which no UTF-8 can carry; leave it out"
+            ) from None
         ids: list[int] = []
         for part in text_parts(text):
             ids.extend(self._processor.encode(part))
@@ -143,8 +143,10 @@ class WordTokenizer(Tokenizer):
             for word in line.split():
                 index = self._ids.get(word)
                 if index is None:
-                    hint = ": write <unk> for it" if "<unk>" in self._ids else ""
-                    raise UserError(f"word {word!r} is not among the {self.vocab_size} words of the vocabulary{hint}")
+                    instead = "<unk>" if "<unk>" in self._ids else "one of those"
+                    raise UserError(
+                        f"word {word!r} is not among the {self.vocab_size} words of the vocabulary; write {instead}"
+                    )
                 ids.append(index)
         return ids
 
@@ -216,11 +218,16 @@ def train_subword(texts: Iterable[str], *, vocab_size: int) -> tuple[SubwordToke
     return SubwordTokenizer(model.getvalue()), seen
 
 
-def build_word_vocabulary(texts: Iterable[str]) -> WordTokenizer:
-    """`<eos>` and every word of the texts, the frequent ones first (ties in code point order)."""
-    counts = Counter(word for text in texts for word in text.split())
-    if EOS_WORD in counts:
-        raise UserError(f"the word {EOS_WORD} in the text stands for the end of a line: rename it in the file")
+def build_word_vocabulary(documents: Iterable[Document]) -> WordTokenizer:
+    """`<eos>` and every word of the documents, the frequent ones first (ties in code point order).
+
+    Raises UserError naming the document that has `<eos>` as a word.
+    """
+    counts: Counter[str] = Counter()
+    for document in documents:
+        counts.update(document.text.split())
+        if EOS_WORD in counts:
+            raise UserError(f"{document.id}: the word {EOS_WORD} stands for the end of a line; write another for it")
     return WordTokenizer([EOS_WORD, *sorted(counts, key=lambda word: (-counts[word], word))])
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from reprise.runtime import UserError
+from reprise.runtime import UserError, check_one_of
 
 
 @dataclass
 class ClusterConfig:
-    """Where a run computes. `devices` are ranks on one node."""
+    """Where a run computes. `devices` are ranks on one node; `timeout_s` is how long one waits for another."""
 
     accelerator: str = "cpu"
     devices: int = 1
@@ -17,12 +17,14 @@ class ClusterConfig:
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
-        _one_of("cluster.accelerator", self.accelerator, ("cpu", "gpu"))
-        _one_of("cluster.precision", self.precision, ("auto", "32-true", "bf16-mixed", "16-mixed"))
-        _one_of("cluster.strategy", self.strategy, ("ddp",))
+        check_one_of("cluster.accelerator", self.accelerator, allowed=("cpu", "gpu"))
+        check_one_of("cluster.precision", self.precision, allowed=("auto", "32-true", "bf16-mixed", "16-mixed"))
+        check_one_of("cluster.strategy", self.strategy, allowed=("ddp",))
         for key in ("devices", "nodes"):
             if getattr(self, key) < 1:
                 raise UserError(f"cluster.{key}={getattr(self, key)}: at least 1")
+        if not self.timeout_s > 0:
+            raise UserError(f"cluster.timeout_s={self.timeout_s}: more than 0")
 
     @property
     def backend(self) -> str:
@@ -40,11 +42,6 @@ class ClusterConfig:
             raise UserError(
                 f"cluster.accelerator=gpu: {found} GPUs here, cluster.devices={self.devices}; try cluster=cpu"
             )
-
-
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise UserError(f"{key}={value}: one of {', '.join(allowed)}")
 
 
 def lanes_of_rank(num_lanes: int, *, rank: int, num_ranks: int) -> range:

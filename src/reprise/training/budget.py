@@ -14,7 +14,10 @@ LANDING_SLACK = 0.06
 
 @dataclass
 class TrainConfig:
-    """Length and pace of training. Of the three limits at least one is set; the first one reached ends the run."""
+    """Length and pace of training. Of the three limits at least one is set; the first one reached ends the run.
+
+    accumulate: groups of lanes a step takes one after the other. clip_norm: largest L2 norm of the gradient; null: any.
+    """
 
     max_steps: Optional[int] = None
     max_tokens: Optional[int] = None
@@ -84,6 +87,7 @@ class Budget:
         self._started_at = time.monotonic()
 
     def stop_clock(self) -> None:
+        """Count no training time from now on."""
         self._seconds_before = self.elapsed_s()
         self._started_at = None
 
@@ -98,6 +102,7 @@ class Budget:
         return self.planned_steps if self.landing is None else self.landing.end_step
 
     def is_over(self, step: int, elapsed_s: float) -> bool:
+        """Whether training ends after `step` optimizer steps and `elapsed_s` seconds."""
         if self.last_step is not None and step >= self.last_step:
             return True
         return self.max_seconds is not None and elapsed_s >= self.max_seconds
@@ -123,6 +128,7 @@ class Budget:
         return self.landing
 
     def state_dict(self) -> dict[str, Any]:
+        """What a resumed run goes on from: plain data."""
         landing = None if self.landing is None else [self.landing.start_step, self.landing.end_step]
         return {"landing": landing, "seconds": self.elapsed_s()}
 

@@ -19,6 +19,8 @@ from reprise.runtime import UserError, say, sync_folder
 
 _NAME = re.compile(r"step_(\d{8})-([0-9a-f]{16})\.ckpt")
 _CHUNK_BYTES = 1 << 22
+# What to do where `checkpoint.load` names nothing that can be loaded.
+WAY_OUT = "give a run folder like runs/<name>/<digest>"
 
 
 @dataclass
@@ -137,13 +139,10 @@ def find_checkpoint(where: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise UserError(f"checkpoint.load={where}: no such run folder or checkpoint file")
+        raise UserError(f"checkpoint.load={where}: no such run folder or checkpoint file; {WAY_OUT}")
     newest = newest_whole_checkpoint(path / "checkpoints")
     if newest is None:
-        raise UserError(
-            f"checkpoint.load={where}: no whole checkpoint under {path / 'checkpoints'};"
-            " give a folder like runs/<name>/<digest>"
-        )
+        raise UserError(f"checkpoint.load={where}: no whole checkpoint under {path / 'checkpoints'}; {WAY_OUT}")
     return newest.path
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from reprise.data.corpora import DataConfig
+from reprise.data.corpora import SPLITS, DataConfig
 from reprise.data.lanes import LaneReader
 from reprise.data.shards import Corpus
 from reprise.distributed.membership import lane_groups, lanes_of_rank
@@ -90,7 +90,7 @@ class LaneDataModule(lightning.LightningDataModule):
                 eos_id=corpus.tokenizer.eos_id,
                 lanes_key="data.num_lanes" if split == "train" else "data.eval_lanes",
             )
-            for split in ("train", "val", "test")
+            for split in SPLITS
         }
         self.world = world
         self.accumulate = accumulate

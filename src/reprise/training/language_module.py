@@ -61,6 +61,7 @@ class LogWindow:
     num_clipped: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     def state_dict(self) -> dict[str, Any]:
+        """This rank's share as plain data; `joined` puts the shares together."""
         return {"tally": self.tally.sums, "num_resets": self.num_resets, "num_clipped": float(self.num_clipped)}
 
     @classmethod
@@ -86,6 +87,8 @@ class LanguageModule(lightning.LightningModule):
         seed: with step and lane it decides every dropout mask.
         identity: plain settings that a checkpoint must share with the run that loads it.
         corpus_name: the prepared text, by content, that lanes are positions in.
+        label_smoothing: share of every target's weight that goes to all words alike; in training only.
+        z_loss: weight of the squared log sum exp of the logits; in training only.
     """
 
     def __init__(

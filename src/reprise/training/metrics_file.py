@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reprise.evaluation.report import read_curves
-from reprise.runtime import UserError
+from reprise.runtime import UserError, check_one_of
 
 # One name, one meaning, everywhere. A column that a run never fills stays empty, so that a resumed run can append.
 COLUMNS = (
@@ -55,8 +55,7 @@ class LoggerConfig:
     wandb_project: str = "reprise"
 
     def __post_init__(self) -> None:
-        if self.wandb_mode not in ("offline", "online", "disabled"):
-            raise UserError(f"logger.wandb_mode={self.wandb_mode}: one of offline, online, disabled")
+        check_one_of("logger.wandb_mode", self.wandb_mode, allowed=("offline", "online", "disabled"))
 
 
 def check_installed(settings: LoggerConfig) -> None:

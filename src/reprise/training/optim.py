@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from reprise.runtime import UserError
+from reprise.runtime import UserError, check_one_of
 from reprise.training.budget import Landing
 
 
@@ -21,12 +21,12 @@ class OptimConfig:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("adamw", "sgd"):
-            raise UserError(f"optim.kind={self.kind}: one of adamw, sgd")
+        check_one_of("optim.kind", self.kind, allowed=("adamw", "sgd"))
         if not 0 < self.lr < math.inf:
-            raise UserError(f"optim.lr={self.lr}: more than 0")
-        if self.weight_decay < 0:
-            raise UserError(f"optim.weight_decay={self.weight_decay}: at least 0")
+            raise UserError(f"optim.lr={self.lr}: more than 0, and finite")
+        for key in ("weight_decay", "eps", "momentum"):
+            if not 0 <= getattr(self, key) < math.inf:
+                raise UserError(f"optim.{key}={getattr(self, key)}: at least 0, and finite")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optim.betas={self.betas}: two numbers in [0, 1)")
 
@@ -58,8 +58,7 @@ class ScheduleConfig:
     decay_fraction: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cosine", "wsd", "constant"):
-            raise UserError(f"schedule.kind={self.kind}: one of cosine, wsd, constant")
+        check_one_of("schedule.kind", self.kind, allowed=("cosine", "wsd", "constant"))
         if self.warmup_steps < 0:
             raise UserError(f"schedule.warmup_steps={self.warmup_steps}: at least 0")
         if not 0 <= self.final_lr_fraction <= 1:

@@ -15,7 +15,7 @@ from reprise.data.shards import Corpus
 from reprise.distributed.membership import ClusterConfig
 from reprise.evaluation.report import read_curves
 from reprise.models import LanguageModel
-from reprise.runtime import RunFolder, World, from_rank_zero, say
+from reprise.runtime import SIGNAL_EXIT_CODE, RunFolder, World, from_rank_zero, say
 from reprise.training.budget import Budget, TrainConfig
 from reprise.training.callbacks.gradients import GradientMonitor
 from reprise.training.callbacks.progress import ProgressBar
@@ -26,11 +26,8 @@ from reprise.training.datamodule import LaneDataModule
 from reprise.training.language_module import LanguageModule
 from reprise.training.loggers import finish_loggers
 from reprise.training.optim import OptimConfig, ScheduleConfig
-from reprise.training.recovery_state import KEY, check_same_text
+from reprise.training.recovery_state import KEY, check_identity, check_same_text
 from reprise.training.trainer import build_trainer, effective_precision
-
-# By custom a process ended by signal n returns 128 + n; a scheduler then knows that the run is not finished.
-SIGNAL_EXIT_CODE = 128
 
 
 @dataclass
@@ -145,6 +142,7 @@ class Session:
             The facts of training: steps, tokens, seconds, speed, the last logged loss, device and precision.
 
         Raises:
+            UserError: the run's checkpoints are of another text, model or tokenizer.
             SystemExit: SIGTERM or Ctrl-C came; a checkpoint was saved and the same command resumes.
         """
         newest = from_rank_zero(lambda: newest_whole_checkpoint(self.run.checkpoints), self.world)
@@ -180,6 +178,7 @@ class Session:
         }
 
     def close(self) -> None:
+        """Let go of the loggers; nothing is trained or scored afterwards."""
         finish_loggers(self.trainer)
 
     def _fit(self, path: str | None) -> None:
@@ -192,8 +191,10 @@ class Session:
     def _take_if_over(self, newest: CheckpointFile) -> bool:
         """A run killed between its last step and its result has only the scores left to do."""
         contents = load_checkpoint(newest.path)
-        check_same_text(contents[KEY]["corpus"], self.datamodule.corpus.folder.name, self.run)
-        precision = contents[KEY]["precision"]
+        saved = contents[KEY]
+        check_same_text(saved["corpus"], self.datamodule.corpus.folder.name, self.run)
+        check_identity(saved["identity"], self.module.identity, where=str(newest.path))
+        precision = saved["precision"]
         if precision != self.precision:
             say(f"this run was saved in {precision} and goes on in {self.precision}: its weights will not be the same")
         self.module.on_load_checkpoint(contents)

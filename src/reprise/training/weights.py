@@ -6,7 +6,7 @@ from typing import Any
 from reprise.data.tokenizer import Tokenizer
 from reprise.models import LanguageModel, ModelConfig
 from reprise.runtime import UserError, as_plain
-from reprise.training.checkpoint import BrokenCheckpoint, load_checkpoint
+from reprise.training.checkpoint import WAY_OUT, BrokenCheckpoint, load_checkpoint
 from reprise.training.recovery_state import KEY, check_identity
 
 # Settings of `model` that change no shape and no meaning of a weight.
@@ -44,7 +44,9 @@ def read_weights(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
         contents = load_checkpoint(path)
         saved = contents[KEY]["identity"]
     except (BrokenCheckpoint, KeyError, TypeError, OSError) as error:
-        raise UserError(f"checkpoint.load={path}: not a whole checkpoint of this project ({error})") from error
+        raise UserError(
+            f"checkpoint.load={path}: not a whole checkpoint of this project ({error}); {WAY_OUT}"
+        ) from error
     check_identity(saved, expected, where=f"checkpoint.load={path}")
     return {name.removeprefix("model."): value for name, value in contents["state_dict"].items()}
 

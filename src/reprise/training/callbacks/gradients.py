@@ -1,21 +1,19 @@
 """Size of the updates beside the size of the weights, and steps skipped for an overflow."""
 
-from typing import Any
-
 import lightning.pytorch as lightning
 import torch
 from torch import Tensor
 
 from reprise.runtime import UserError
+from reprise.training.callbacks.steps import StepCallback
 from reprise.training.callbacks.throughput import StepMetrics
-from reprise.training.datamodule import Batch
 from reprise.training.language_module import LanguageModule
 
 # So many skipped steps in a row mean that the loss scale is not the trouble.
 MAX_SKIPPED_IN_A_ROW = 40
 
 
-class GradientMonitor(lightning.Callback):
+class GradientMonitor(StepCallback):
     """`optim/update_ratio` (norm of the update over norm of the weights) on log steps; loss scale and skipped steps."""
 
     def __init__(self, metrics: StepMetrics) -> None:
@@ -31,17 +29,7 @@ class GradientMonitor(lightning.Callback):
             self._before = [parameter.detach().clone() for parameter in module.parameters()]
         self._scale_before = _loss_scale(trainer)
 
-    def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        module: lightning.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_index: int,
-    ) -> None:
-        assert isinstance(module, LanguageModule)
-        if (batch_index + 1) % trainer.accumulate_grad_batches:
-            return
+    def on_step_end(self, trainer: lightning.Trainer, module: LanguageModule) -> None:
         if self._scale_before:
             self._count_skipped(trainer, module)
         if self._before is not None:

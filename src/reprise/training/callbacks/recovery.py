@@ -3,13 +3,13 @@
 import signal
 import time
 from types import FrameType
-from typing import Any
 
 import lightning.pytorch as lightning
 import torch
 
 from reprise.runtime import RunFolder, say
 from reprise.training.budget import Landing
+from reprise.training.callbacks.steps import StepCallback
 from reprise.training.checkpoint import CheckpointConfig
 from reprise.training.datamodule import Batch
 from reprise.training.language_module import LanguageModule
@@ -36,7 +36,7 @@ class StopSignal:
         self.number = number
 
 
-class Recovery(lightning.Callback):
+class Recovery(StepCallback):
     """Saves by steps and by minutes, ends the run by its budget, and saves and stops when told to.
 
     A checkpoint is written where the next step begins, after the validation of the last one, so a resumed run repeats
@@ -66,17 +66,7 @@ class Recovery(lightning.Callback):
         if self.save_due and batch_index % trainer.accumulate_grad_batches == 0:
             self._save(trainer)
 
-    def on_train_batch_end(
-        self,
-        trainer: lightning.Trainer,
-        module: lightning.LightningModule,
-        outputs: Any,
-        batch: Batch,
-        batch_index: int,
-    ) -> None:
-        assert isinstance(module, LanguageModule)
-        if (batch_index + 1) % trainer.accumulate_grad_batches:
-            return
+    def on_step_end(self, trainer: lightning.Trainer, module: LanguageModule) -> None:
         step = trainer.global_step
         every = self.settings.every_steps
         self.save_due = self.save_due or (every is not None and step % every == 0)

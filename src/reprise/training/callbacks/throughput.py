@@ -2,6 +2,7 @@
 
 import math
 import resource
+import sys
 import time
 from typing import Any
 
@@ -11,8 +12,12 @@ import torch
 from reprise.data.lanes import LaneReader
 from reprise.evaluation.language import language_scores, perplexity
 from reprise.runtime import say
+from reprise.training.callbacks.steps import StepCallback
 from reprise.training.datamodule import Batch, LaneDataModule
 from reprise.training.language_module import LanguageModule, LogWindow
+
+# What the system counts the peak of resident memory in (man 2 getrusage): KiB, but bytes on macOS.
+_MAXRSS_BYTES = 1 if sys.platform == "darwin" else 1024
 
 
 class StepMetrics:
@@ -23,10 +28,11 @@ class StepMetrics:
         self.values: dict[str, float] = {}
 
     def is_log_step(self, step: int) -> bool:
+        """Whether the metrics of optimizer step `step` are logged."""
         return step % self.every_steps == 0
 
 
-class ThroughputMonitor(lightning.Callback):
+class ThroughputMonitor(StepCallback):
     """Logs every `every_steps` optimizer steps and after each validation.
 
     Speed is an average over the log window with validation and saving taken out. Loss is the sum over the window's
@@ -64,7 +70,10 @@ class ThroughputMonitor(lightning.Callback):
         self._busy_s += self._batch_ended_s - module.batch_started_s
         self._own_tokens += batch.num_own_targets
         self._num_batches += 1
-        if (batch_index + 1) % trainer.accumulate_grad_batches or not self.metrics.is_log_step(trainer.global_step):
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_index)
+
+    def on_step_end(self, trainer: lightning.Trainer, module: LanguageModule) -> None:
+        if not self.metrics.is_log_step(trainer.global_step):
             return
         values = self._window_metrics(trainer, module)
         values |= self.metrics.values
@@ -114,7 +123,7 @@ class ThroughputMonitor(lightning.Callback):
             "perf/step_ms": 1000 * window_s / timed_steps,
             "perf/data_wait_pct": 100 * self._wait_s / window_s,
             "perf/tflops": tokens_per_s * self.flops_per_token / 1e12,
-            "mem/max_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "mem/max_resident_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _MAXRSS_BYTES / 2**30,
             "rnn/state_resets": float(window.num_resets),
         }
         if torch.cuda.is_available():
