@@ -8,6 +8,7 @@ Legend: B rows, T time, D width.
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,9 +27,12 @@ from kernel_cases import (
 from torch import Tensor
 
 from reprise.kernels import gpu, gpu_graphs, reference, reference_scan
-from reprise.kernels.gpu_window import CellInputs
+from reprise.kernels.gpu_layout import CellInputs
+from reprise.kernels.reference_scan import MinimalWeights, RgLruWeights
 
 ALL_ON = CellCase("lstm", True, True, True)
+# Cells on a linear scan, and their gates.
+SCAN_CELLS = {"mingru": 2, "minlstm": 3, "rglru": 3}
 
 
 def round_as_a_gpu_does() -> None:
@@ -103,15 +107,41 @@ def takes_backward_twice_and_keeps_nothing_without_it(case: CellCase) -> None:
     assert torch.equal(alone_BTD, y_BTD) and not last[0].requires_grad
 
 
+def lets_a_carried_state_be_overwritten_before_backward(case: CellCase) -> None:
+    """Whoever carries the state writes the next window's over it: the gradients of this one stay what they are."""
+    x_BTE, state, weights = make_inputs(case, torch.float32, num_rows=2, num_steps=3)
+    kernel = partial(getattr(gpu, case.kind), **case.arguments())
+    _is_the_same_once_overwritten(kernel, x_BTE, state, weights)
+
+
+def lets_a_state_of_a_scan_be_overwritten_before_backward() -> None:
+    for name in SCAN_CELLS:
+        _is_the_same_once_overwritten(getattr(gpu, name), *_scan_inputs(name))
+
+
+def _is_the_same_once_overwritten(kernel: Any, x_BTE: Tensor, state: tuple[Tensor, ...], weights: Any) -> None:
+    leaves = [x_BTE, *(part for part in weights if part is not None)]
+    for reset_BT in (None, make_resets(*x_BTE.shape[:2])):
+        results = []
+        for new_value in (None, math.nan):
+            carried = tuple(part.detach().clone().requires_grad_() for part in state)
+            y_BTD, last = kernel(x_BTE, carried, reset_BT, weights)
+            with torch.no_grad():
+                for part in carried if new_value is not None else ():
+                    part.fill_(new_value)
+            total = torch.stack([part.sum() for part in (y_BTD, *last)]).sum()
+            results.append(torch.autograd.grad(total, (*leaves, *carried)))
+        assert all(torch.equal(part, other) for part, other in zip(*results, strict=True))
+
+
 def is_an_operator_of_pytorch(case: CellCase) -> None:
     """PyTorch's own checks of an operator: schema, fake results, autograd, and what torch.compile traces."""
     x_BTE, state, weights = make_inputs(case, torch.float32, num_rows=2, num_steps=2)
     kind = "coupled_lstm" if case.coupled_gates else case.kind
-    parts = {"cell_BD": None, "candidate_bias_D": None} | dict(zip(("hidden_BD", "cell_BD"), state, strict=False))
-    inputs = CellInputs(
-        x_BTE=x_BTE, reset_BT=make_resets(2, 2), kind=kind, product=torch.bfloat16, **(parts | weights._asdict())
-    )
-    torch.library.opcheck(torch.ops.reprise.triton_cell.default, (*inputs, True))
+    parts = {"candidate_bias_D": None} | weights._asdict()
+    inputs = CellInputs(x_BTE=x_BTE, reset_BT=make_resets(2, 2), kind=kind, product=torch.bfloat16, **parts)
+    hidden_BD, cell_BD = (*state, None)[:2]
+    torch.library.opcheck(torch.ops.reprise.triton_cell.default, (hidden_BD, cell_BD, *inputs, True))
     decay_BTD = torch.rand(2, 2, 8, dtype=torch.bfloat16).requires_grad_()
     torch.library.opcheck(
         torch.ops.reprise.triton_linear_scan.default, (decay_BTD, decay_BTD, state[0], make_resets(2, 2))
@@ -132,52 +162,180 @@ def is_compiled_whole(case: CellCase) -> None:
 
 
 @contextmanager
-def recording(record: Any, *, piece_steps: int, fewest_steps: int = 1) -> Iterator[list[str]]:
+def recording(record: Any, *, piece_steps: int, fewest_steps: int = 1, most_layouts: int = 16) -> Iterator[list[str]]:
     """Windows go through stages, as on a GPU, with `record` in place of CUDA's. Gives the lines that are said."""
-    names = ("can_record", "record", "say", "_PIECE_STEPS", "_FEWEST_STEPS")
-    before = [getattr(gpu_graphs, name) for name in names]
     said: list[str] = []
-    for name, value in zip(names, (lambda device: True, record, said.append, piece_steps, fewest_steps), strict=True):
+    replaced = {
+        "can_record": lambda device: True,
+        "record": record,
+        "say": said.append,
+        "_stream": lambda device: 0,
+        "_unused_stream": lambda device: None,
+        "_wait": lambda device: None,
+        "_PIECE_STEPS": piece_steps,
+        "_FEWEST_STEPS": fewest_steps,
+        "_MOST_LAYOUTS": most_layouts,
+    }
+    before = {name: getattr(gpu_graphs, name) for name in replaced}
+    for name, value in replaced.items():
         setattr(gpu_graphs, name, value)
     try:
         yield said
     finally:
-        for name, value in zip(names, before, strict=True):
+        gpu_graphs._recordings.clear()
+        for name, value in before.items():
             setattr(gpu_graphs, name, value)
+
+
+def replay(steps: gpu_graphs.Steps, stage: gpu_graphs.Window, stream: Any) -> Any:
+    """In the place of a recording: the launches, on the stage."""
+    return partial(steps, stage)
 
 
 def replays_what_it_recorded(case: CellCase) -> None:
     """A window in two pieces of two lengths, through stages: the same bits as launched directly, for new inputs too."""
     recorded = []
 
-    def record(steps: gpu_graphs.Steps, stage: gpu_graphs.Window) -> Any:
+    def record(steps: gpu_graphs.Steps, stage: gpu_graphs.Window, stream: Any) -> Any:
         recorded.append(stage.num_steps)
-        return partial(steps, stage)
+        return replay(steps, stage, stream)
 
     x_BTE, state, weights = make_inputs(case, torch.float32, num_rows=2, num_steps=3)
-    for scale in (1.0, 1.0, 2.0):
-        inputs = ((x_BTE.detach() * scale).requires_grad_(), state, weights)
-        expected = outcome(gpu, case, inputs, make_resets(2, 3))
-        with recording(record, piece_steps=2):
-            results = outcome(gpu, case, inputs, make_resets(2, 3))
-        for name, part in results.items():
-            assert torch.equal(part, expected[name]), f"{name} at scale {scale}"
+    windows = [((x_BTE.detach() * scale).requires_grad_(), state, weights) for scale in (1.0, 1.0, 2.0)]
+    expected = [outcome(gpu, case, inputs, make_resets(2, 3)) for inputs in windows]
+    with recording(record, piece_steps=2):
+        for inputs, launched in zip(windows, expected, strict=True):
+            _is_equal(outcome(gpu, case, inputs, make_resets(2, 3)), launched)
     assert recorded == [1, 2, 2, 1], f"recorded pieces of {recorded} positions"
+
+
+def _is_equal(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert results.keys() == expected.keys()
+    for name, part in results.items():
+        assert torch.equal(part, expected[name]), name
+
+
+def two_steps_of_training(case: CellCase, device: str, *, num_steps: int = 2) -> list[Tensor]:
+    """Two layers run over two windows before either of them runs backward. Returns gradients and carried states.
+
+    Weights and carried states change in place.
+    """
+    x_BTE, state, weights = make_inputs(case, torch.float32, num_rows=2, num_steps=num_steps, width_in=8)
+    kernel = partial(getattr(gpu, case.kind), **case.arguments())
+
+    def copied(part: Tensor) -> Tensor:
+        return part.detach().clone().to(device)
+
+    carried = [[copied(part) for part in state] for _ in range(2)]
+    layers = [type(weights)(*(None if part is None else copied(part) for part in weights)) for _ in range(2)]
+    leaves = [part.requires_grad_() for layer in layers for part in layer if part is not None]
+    made: list[Tensor] = []
+    for _ in range(2):
+        losses = []
+        for reset_BT in (None, make_resets(2, num_steps).to(device)):
+            y_BTD = copied(x_BTE)
+            for layer, kept in zip(layers, carried, strict=True):
+                y_BTD, last = kernel(y_BTD, kept, reset_BT, layer)
+                for part, new in zip(kept, last, strict=True):
+                    part.copy_(new.detach())
+            losses.append(y_BTD.square().sum())
+        gradients = torch.autograd.grad(torch.stack(losses).sum(), leaves)
+        made += [*gradients, *(part.clone() for kept in carried for part in kept)]
+        with torch.no_grad():
+            for part, gradient in zip(leaves, gradients, strict=True):
+                part -= 0.01 * gradient
+    return made
+
+
+def keeps_apart_what_shares_a_recording(case: CellCase) -> None:
+    """Layers, windows and steps that go through one recording: the same bits as launched directly."""
+    expected = two_steps_of_training(case, "cpu")
+    with recording(replay, piece_steps=4):
+        results = two_steps_of_training(case, "cpu")
+        # Forward and backward, with resets and without.
+        assert [type(known) for known in gpu_graphs._recordings.values()] == [gpu_graphs._Recording] * 4
+    assert all(torch.equal(part, other) for part, other in zip(results, expected, strict=True))
+
+
+def serves_inference_and_what_follows_it(case: CellCase) -> None:
+    """Recorded in inference mode, a window is replayed outside of it, where tensors of that mode can't be written."""
+    x_BTE, state, weights = make_inputs(case, torch.float32, num_rows=2, num_steps=2)
+    kernel = partial(getattr(gpu, case.kind), **case.arguments())
+    with torch.no_grad():
+        expected_BTD, _ = kernel(x_BTE, state, None, weights)
+    with recording(replay, piece_steps=4):
+        for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(kernel(x_BTE, state, None, weights)[0], expected_BTD)
+
+
+def records_anew_what_it_forgot(case: CellCase) -> None:
+    """With room for one layout, three take turns."""
+    windows = [make_inputs(case, torch.float32, num_rows=2, num_steps=num_steps) for num_steps in (1, 1, 2, 2, 1, 1)]
+    expected = [outcome(gpu, case, inputs, None) for inputs in windows]
+    with recording(replay, piece_steps=4, most_layouts=1):
+        for inputs, launched in zip(windows, expected, strict=True):
+            _is_equal(outcome(gpu, case, inputs, None), launched)
+            assert len(gpu_graphs._recordings) == 1
+
+
+def serves_two_threads(case: CellCase) -> None:
+    """Two threads on one stream replay one recording in turn, not at once."""
+    windows = [make_inputs(case, torch.float32, num_rows=2, num_steps=2) for _ in range(2)]
+    with torch.no_grad():
+        windows[1][0].mul_(2.0)
+    expected = [outcome(gpu, case, inputs, None) for inputs in windows]
+    with recording(replay, piece_steps=4), ThreadPoolExecutor(2) as pool:
+        for _ in range(3):
+            results = pool.map(lambda inputs: outcome(gpu, case, inputs, None), windows)
+            for result, launched in zip(results, expected, strict=True):
+                _is_equal(result, launched)
 
 
 def launches_where_recording_fails(case: CellCase) -> list[str]:
     """A layout whose recording fails runs all the same. Returns the lines said."""
 
-    def refuse(steps: gpu_graphs.Steps, stage: gpu_graphs.Window) -> Any:
+    def refuse(steps: gpu_graphs.Steps, stage: gpu_graphs.Window, stream: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
     inputs = make_inputs(case, torch.float32, num_rows=2, num_steps=2, width=10)
     expected = outcome(gpu, case, inputs, None)
     with recording(refuse, piece_steps=4) as said:
         for _ in range(3):
-            results = outcome(gpu, case, inputs, None)
-            assert all(torch.equal(part, expected[name]) for name, part in results.items()), "other results"
+            _is_equal(outcome(gpu, case, inputs, None), expected)
     return said
+
+
+def takes_an_empty_batch(case: CellCase) -> None:
+    """No rows: no outputs, and no share in any gradient."""
+    reset_BT = torch.zeros(0, 3, dtype=torch.bool)
+    results = outcome(gpu, case, make_inputs(case, torch.float32, num_rows=0, num_steps=3, width=6), reset_BT)
+    assert results["y"].shape == (0, 3, 6) and results["last0"].shape == (0, 6)
+    assert results["gradient of bias_G"].numel() > 0 and not any(part.any() for part in results.values())
+    x_BTE, (state_BD,), weights = _scan_inputs("rglru")
+    y_BTD, last = gpu.rglru(x_BTE[:0], (state_BD[:0],), reset_BT, weights)
+    assert y_BTD.shape == (0, 3, 6) and not torch.autograd.grad(y_BTD.sum() + last[0].sum(), weights.bias_G)[0].any()
+
+
+def takes_tensors_that_lie_otherwise(case: CellCase) -> None:
+    """Every input as a transposed view of every second element: the same as laid out side by side."""
+    inputs, reset_BT = make_inputs(case, torch.float32, num_rows=2, num_steps=3), make_resets(2, 3)
+
+    def spread(part: Tensor) -> Tensor:
+        room = part.new_empty(*part.shape[::-1], 2)
+        view = room[..., 0].permute(*reversed(range(part.dim())))
+        return view.copy_(part).detach()
+
+    x_BTE, state, weights = inputs
+    parts = (None if part is None else spread(part).requires_grad_() for part in weights)
+    spread_inputs = (
+        spread(x_BTE).requires_grad_(),
+        tuple(spread(part).requires_grad_() for part in state),
+        type(weights)(*parts),
+    )
+    assert not spread_inputs[0].is_contiguous() and not spread_inputs[2].recurrent_GK.is_contiguous()
+    results = outcome(gpu, case, spread_inputs, spread(reset_BT))
+    assert_close(results, outcome(gpu, case, inputs, reset_BT), torch.float32)
 
 
 def scans_as_the_reference(dtype: torch.dtype, num_steps: int, width: int) -> None:
@@ -198,13 +356,21 @@ def scans_as_the_reference(dtype: torch.dtype, num_steps: int, width: int) -> No
 
 
 def scan_cells_equal_the_reference() -> None:
-    generator = torch.Generator().manual_seed(0)
-    x_BTE, state_BD = torch.randn(2, 3, 5, generator=generator), torch.randn(2, 6, generator=generator)
-    for name, num_gates in (("mingru", 2), ("minlstm", 3), ("rglru", 3)):
-        weights = [torch.randn(num_gates * 6, 5, generator=generator), torch.randn(num_gates * 6, generator=generator)]
-        kind: Any = reference_scan.RgLruWeights if name == "rglru" else reference_scan.MinimalWeights
-        given = kind(*weights, torch.ones(6)) if name == "rglru" else kind(*weights)
+    for name in SCAN_CELLS:
         results = [
-            getattr(kernels, name)(x_BTE, (state_BD,), make_resets(2, 3), given) for kernels in (gpu, reference_scan)
+            getattr(kernels, name)(*_scan_inputs(name)[:2], make_resets(2, 3), _scan_inputs(name)[2])
+            for kernels in (gpu, reference_scan)
         ]
         torch.testing.assert_close(*results)
+
+
+def _scan_inputs(name: str) -> tuple[Tensor, tuple[Tensor], MinimalWeights | RgLruWeights]:
+    """Input [2, 3, 5], state of 6 units and weights of a cell on a linear scan."""
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).requires_grad_()
+
+    x_BTE, state_BD, num_gates = leaf(2, 3, 5), leaf(2, 6), SCAN_CELLS[name]
+    parts = (leaf(num_gates * 6, 5), leaf(num_gates * 6))
+    return x_BTE, (state_BD,), RgLruWeights(*parts, leaf(6)) if name == "rglru" else MinimalWeights(*parts)

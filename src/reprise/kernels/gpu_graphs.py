@@ -5,8 +5,8 @@ as they run. A graph has fixed addresses, so it owns a copy of all its tensors (
 there, and what it wrote is copied out. Windows go through it in pieces of at most _PIECE_STEPS positions, so that the
 copies stay small and windows of many lengths share few graphs.
 
-Nothing here waits for the GPU, except recording, once a layout. Where a graph cannot be recorded the launches are made
-one by one, which is said once.
+Nothing here waits for the GPU, except recording, once a layout, and forgetting the oldest layout where there are too
+many. Where a graph cannot be recorded the launches are made one by one, which is said once.
 
 Legend: T time.
 """
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import cache
 from itertools import pairwise
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,8 @@ _PIECE_STEPS = 64
 # Shorter pieces are launched one by one.
 _FEWEST_STEPS = 4
 # Layouts kept, the longest unused goes first. A training run has about six: forward, backward, two lengths, validation.
-_MOST_LAYOUTS = 32
+# PyTorch has 32 streams to give, and every graph wants one.
+_MOST_LAYOUTS = 16
 
 
 class Window(NamedTuple):
@@ -46,10 +48,12 @@ class Window(NamedTuple):
 
     @property
     def num_steps(self) -> int:
+        """T."""
         return next(len(part) for part in self.results.values() if part is not None)
 
     @property
     def device(self) -> torch.device:
+        """Where all of them are."""
         return next(part.device for part in self.results.values() if part is not None)
 
     def tensors(self) -> Tensors:
@@ -100,12 +104,14 @@ def can_record(device: torch.device) -> bool:
 
 
 class _Recording(NamedTuple):
-    """A graph, as a call that replays it, and the tensors at its addresses."""
+    """A graph, as a call that replays it, the stream it was recorded on, and the tensors at its addresses."""
 
     stage: Window
+    stream: torch.cuda.Stream
     replay: Callable[[], None]
 
     def run(self, piece: Window) -> None:
+        """What the graph does, on the piece's tensors."""
         _copy(self.stage.constants | self.stage.inputs | self.stage.state, piece.tensors())
         self.replay()
         _copy(piece.state | piece.results, self.stage.tensors())
@@ -113,6 +119,8 @@ class _Recording(NamedTuple):
 
 # What became of a layout: seen once (None), recorded, or not to be recorded (False).
 _recordings: OrderedDict[Hashable, "_Recording | bool | None"] = OrderedDict()
+# Two threads on one stream would share a stage, and only one graph of a process may be recorded at a time.
+_lock = Lock()
 
 
 def _run_piece(steps: Steps, piece: Window) -> None:
@@ -120,58 +128,87 @@ def _run_piece(steps: Steps, piece: Window) -> None:
         steps(piece)
         return
     key = (steps, piece.layout(), piece.device, _stream(piece.device))
-    # A layout that comes once (the last batch of an epoch) is not worth a recording.
-    known = key in _recordings
-    recording = _recordings.setdefault(key, None)
-    _recordings.move_to_end(key)
-    if len(_recordings) > _MOST_LAYOUTS:
-        _recordings.popitem(last=False)
-    if known and recording is None:
-        recording = _recordings[key] = _recorded(steps, piece)
-    if isinstance(recording, _Recording):
-        recording.run(piece)
-    else:
-        steps(piece)
+    with _lock:
+        # A layout that comes once (the last batch of an epoch) is not worth a recording.
+        known = key in _recordings
+        recording = _recordings.setdefault(key, None)
+        _recordings.move_to_end(key)
+        if len(_recordings) > _MOST_LAYOUTS:
+            _forget_oldest()
+        if known and recording is None:
+            recording = _recordings[key] = _recorded(steps, piece)
+        if isinstance(recording, _Recording):
+            recording.run(piece)
+        else:
+            steps(piece)
 
 
 def _stream(device: torch.device) -> int:
     """Which stream launches go to: two streams at once must not share a stage."""
-    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    return torch.cuda.current_stream(device).stream_id
+
+
+def _forget_oldest() -> None:
+    _, oldest = _recordings.popitem(last=False)
+    if isinstance(oldest, _Recording):
+        # It may be running still.
+        _wait(oldest.stage.device)
+
+
+def _wait(device: torch.device) -> None:
+    torch.cuda.synchronize(device)
 
 
 def _recorded(steps: Steps, piece: Window) -> "_Recording | bool":
     """The piece's launches as a graph on tensors of its own, or False where that fails, said once."""
-    stage = Window(
-        *({name: None if part is None else torch.empty_like(part) for name, part in parts.items()} for parts in piece)
-    )
     try:
-        return _Recording(stage, record(steps, stage))
+        # What is made for inference alone, training could not write to.
+        with torch.inference_mode(False):
+            stage = Window(
+                *(
+                    {name: None if part is None else torch.empty_like(part) for name, part in parts.items()}
+                    for parts in piece
+                )
+            )
+        stream = _unused_stream(piece.device)
+        return _Recording(stage, stream, record(steps, stage, stream))
     except RuntimeError as error:
         reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         _say_once(f"recurrent kernels: no CUDA graph ({reason}); launched one by one, several times slower")
         return False
 
 
-def record(steps: Steps, stage: Window) -> Callable[[], None]:
-    """Record what `steps` launches on `stage`; the result replays it."""
-    device, current = stage.device, torch.cuda.current_stream(stage.device)
-    side = _recording_stream(device)
+def record(steps: Steps, stage: Window, stream: torch.cuda.Stream) -> Callable[[], None]:
+    """Record on `stream` what `steps` launches on `stage`; the result replays it on the stream current by then."""
     # Once for real: kernels are compiled and libraries set up on first use, which is not allowed while recording, and a
     # thread has its own set-up.
-    side.wait_stream(current)
-    with torch.cuda.stream(side):
-        steps(stage)
-    current.wait_stream(side)
+    steps(stage)
     graph = torch.cuda.CUDAGraph()
-    # Other threads (a loader that pins memory, NCCL's watchdog) go on meanwhile.
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+    # The outer context goes back to this stream also where recording fails, as the inner one does not. Other threads (a
+    # loader that pins memory, NCCL's watchdog) go on meanwhile.
+    with (
+        torch.cuda.stream(torch.cuda.current_stream(stage.device)),
+        torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"),
+    ):
         steps(stage)
     return graph.replay
 
 
+def _unused_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no living graph was recorded on, nor the current one.
+
+    PyTorch keeps a workspace of the matrix products for each stream and frees it with any graph that was recorded on
+    that stream: two graphs of one stream would share theirs, and lose it together.
+    """
+    taken = [known.stream for known in _recordings.values() if isinstance(known, _Recording)]
+    taken.append(torch.cuda.current_stream(device))
+    return next(stream for stream in _streams(device) if stream not in taken)
+
+
 @cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, ...]:
+    """One more than graphs that live at once."""
+    return tuple(torch.cuda.Stream(device) for _ in range(_MOST_LAYOUTS + 1))  # type: ignore[no-untyped-call]
 
 
 def _copy(targets: Tensors, sources: Tensors) -> None:

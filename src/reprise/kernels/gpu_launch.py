@@ -35,7 +35,7 @@ def obstacle(device: str) -> str | None:
         return None
     if device != "cuda":
         return f"Triton has no code for {device}"
-    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
+    if not any(map(shutil.which, [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"])):
         return "Triton needs a C compiler (gcc or clang, or CC)"
     if torch.version.hip is None and torch.cuda.get_device_capability() < _OLDEST_CAPABILITY:
         return f"Triton needs a GPU of compute capability {'.'.join(map(str, _OLDEST_CAPABILITY))} or more"

@@ -120,7 +120,8 @@ def _launch(kernel: Any, read: dict[str, Tensor | None], written: dict[str, Tens
 def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor | None], output: Tensor) -> None:
     decay_BTD, value_BTD, initial_BD, reset_BT = inputs
     ctx.value_dtype = value_BTD.dtype
-    ctx.save_for_backward(decay_BTD, initial_BD, reset_BT, output)
+    # A copy: whoever carries the state from window to window may overwrite it before backward.
+    ctx.save_for_backward(decay_BTD, initial_BD.clone(), reset_BT, output)
 
 
 def _differentiate(ctx: Any, grad_states_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:

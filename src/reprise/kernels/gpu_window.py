@@ -5,16 +5,13 @@ recurrent weight and one fused kernel (`tritonsrc/`). Backward is one fused kern
 product over the whole window for each weight and for the input. A diagonal recurrence has no product a position: one
 launch runs over the whole window.
 
-Columns of gates are ordered head by head, so that a block recurrence is a plain batch of products; with one head that
-is the order of the weights themselves.
-
 Legend: B rows, T time, N = T * B, D width, E input width, H heads, K units that a unit hears from, X gates, C = X * K
 all gates of one head side by side, G = H * C = X * D all gates.
 """
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,83 +19,8 @@ from torch import Tensor
 from reprise.kernels import gpu_graphs
 from reprise.kernels.gpu_graphs import Tensors, Window
 from reprise.kernels.gpu_launch import BLOCK_UNITS, num_stages, num_warps, power_of_two, triton_dtype
-from reprise.kernels.products import recurrence_structure, state_dtype
-
-NUM_GATES = {"lstm": 4, "coupled_lstm": 3, "gru": 3}
-
-
-class CellInputs(NamedTuple):
-    """What a window is made from. No cell state and no candidate bias: an LSTM has the first, a GRU the second."""
-
-    x_BTE: Tensor
-    hidden_BD: Tensor
-    cell_BD: Tensor | None
-    reset_BT: Tensor | None
-    input_GE: Tensor
-    recurrent_GK: Tensor
-    bias_G: Tensor
-    candidate_bias_D: Tensor | None
-    norm_scale_D: Tensor | None
-    norm_shift_D: Tensor | None
-    skip_scale_D: Tensor | None
-    kind: str
-    product: torch.dtype
-
-
-class Saved(NamedTuple):
-    """What backward reads: gates, what each position read, and the norm's mean and inverse deviation.
-
-    `memories` is the cell that a position of an LSTM read, or what the reset gate of a GRU multiplied. Without elements
-    where there is no such thing, or no backward.
-    """
-
-    gates_TBG: Tensor
-    reads_TBD: Tensor
-    memories_TBD: Tensor
-    statistics_TB2: Tensor
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How units, heads and gates lie in memory."""
-
-    num_rows: int
-    width: int
-    num_gates: int
-    # K; the width where the recurrence is diagonal.
-    heard: int
-    is_diagonal: bool
-    has_norm: bool
-
-    @classmethod
-    def of(cls, inputs: CellInputs) -> "Layout":
-        """Raises UserError for a recurrent weight of a shape that is none of the three structures."""
-        num_rows, width = inputs.hidden_BD.shape
-        is_diagonal = recurrence_structure(inputs.recurrent_GK, width) == "diagonal"
-        heard = width if is_diagonal else inputs.recurrent_GK.shape[1]
-        return cls(num_rows, width, NUM_GATES[inputs.kind], heard, is_diagonal, inputs.norm_scale_D is not None)
-
-    @property
-    def num_heads(self) -> int:
-        return self.width // self.heard
-
-    def by_head(self, weight_GE: Tensor) -> Tensor:
-        """Rows in the order of gates, then units, put in the order of heads, then gates, then units: [H, C, ...]."""
-        parts_XHK = weight_GE.reshape(self.num_gates, self.num_heads, self.heard, *weight_GE.shape[1:])
-        return parts_XHK.transpose(0, 1).flatten(1, 2)
-
-    def by_gate(self, weight_HCE: Tensor) -> Tensor:
-        """The inverse of `by_head`: [G, ...]."""
-        parts_HXK = weight_HCE.reshape(self.num_heads, self.num_gates, self.heard, *weight_HCE.shape[2:])
-        return parts_HXK.transpose(0, 1).flatten(0, 2)
-
-    def share_shape(self, num_gates: int) -> tuple[int, int, int]:
-        """[H, B, K] for each of `num_gates` side by side."""
-        return self.num_heads, self.num_rows, num_gates * self.heard
-
-    def heads_first(self, part_NG: Tensor) -> Tensor:
-        """[N, H * anything] as [H, N, anything], a view."""
-        return part_NG.view(part_NG.shape[0], self.num_heads, -1).transpose(0, 1)
+from reprise.kernels.gpu_layout import CellInputs, Layout, Saved
+from reprise.kernels.products import state_dtype
 
 
 @dataclass(frozen=True)
@@ -128,9 +50,8 @@ class CellSteps:
 
     def _backward(self, window: Window) -> None:
         share_HBK, weight_HCK = window.state["share_HBK"], window.constants["weight_HCK"]
-        grad_TBG = window.results.get("grad_shares_TBG")
-        grad_TBG = window.results["grad_gates_TBG"] if grad_TBG is None else grad_TBG
-        assert share_HBK is not None and weight_HCK is not None and grad_TBG is not None
+        grad_TBG = _grad_shares(window)
+        assert share_HBK is not None and weight_HCK is not None
         for t in reversed(range(window.num_steps)):
             self._launch(window, start=t, num_steps=1)
             _multiply(self.layout.heads_first(grad_TBG[t]), weight_HCK, out=share_HBK)
@@ -158,6 +79,14 @@ class CellSteps:
         )
 
 
+def _grad_shares(window: Window) -> Tensor:
+    """The gradient of the products' results: the gates' own, where a cell has no other."""
+    grad_TBG = window.results.get("grad_shares_TBG")
+    grad_TBG = window.results["grad_gates_TBG"] if grad_TBG is None else grad_TBG
+    assert grad_TBG is not None
+    return grad_TBG
+
+
 def _multiply(left_HBI: Tensor, right_HIO: Tensor, *, out: Tensor) -> None:
     """One product a head; one head is a plain product, for which libraries have more kernels to choose from."""
     if len(out) == 1:
@@ -174,26 +103,30 @@ def _kernel(name: str) -> Any:
     return getattr(gru if name.startswith("gru") else lstm, name)
 
 
-def forward(inputs: CellInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, Saved]:
+def forward(
+    inputs: CellInputs, hidden_BD: Tensor, cell_BD: Tensor | None, *, keep: bool
+) -> tuple[Tensor, Tensor, Tensor, Saved]:
     """Outputs [B, T, D], last hidden state and cell [B, D] (a GRU has none: empty); if `keep`, what backward reads."""
     layout, kept, product = Layout.of(inputs), state_dtype(inputs.product), inputs.product
+    assert all(part is None or part.shape == (layout.num_rows, layout.width) for part in (hidden_BD, cell_BD))
     x_TBE = _time_first(inputs.x_BTE, product)
     drive_NG = torch.mm(x_TBE.flatten(0, 1), layout.by_head(inputs.input_GE.to(product)).flatten(0, 1).t())
+    drive_TBG = drive_NG.view(*x_TBE.shape[:2], drive_NG.shape[1])
     constants = _constants(inputs, layout) | {
-        "bias_G": layout.by_head(inputs.bias_G).to(kept).contiguous(),
+        "bias_G": _converted(layout.by_head(inputs.bias_G), kept),
         "norm_shift_D": _converted(inputs.norm_shift_D, kept),
     }
-    hidden_BD = _cleared(inputs.hidden_BD, inputs.reset_BT, kept)
+    hidden_BD = _cleared(hidden_BD, inputs.reset_BT, kept)
     share_HBC = None if layout.is_diagonal else x_TBE.new_empty(layout.share_shape(layout.num_gates))
     state: Tensors = {"hidden_BD": hidden_BD, "reading_BD": hidden_BD.to(product, copy=True), "share_HBC": share_HBC}
     memory_BD = x_TBE.new_empty(0, dtype=kept)
-    if inputs.cell_BD is not None:
-        state["memory_BD"] = memory_BD = _cleared(inputs.cell_BD, inputs.reset_BT, kept)
+    if cell_BD is not None:
+        state["memory_BD"] = memory_BD = _cleared(cell_BD, inputs.reset_BT, kept)
     if inputs.candidate_bias_D is not None:
         constants["candidate_bias_D"] = _converted(inputs.candidate_bias_D, kept)
-    inputs_by_time: Tensors = {"drive_TBG": drive_NG.view(*x_TBE.shape[:2], -1), "clear_TB": _clear(inputs.reset_BT)}
+    inputs_by_time: Tensors = {"drive_TBG": drive_TBG, "clear_TB": _clear(inputs.reset_BT)}
     outputs_TBD = x_TBE.new_empty((*x_TBE.shape[:2], layout.width))
-    saved = allocate(inputs, x_TBE.shape[0], keep=keep)
+    saved = allocate(inputs, keep=keep)
     results: Tensors = {name: part if part.numel() else None for name, part in saved._asdict().items()}
     window = Window(constants, inputs_by_time, state, {"outputs_TBD": outputs_TBD, **results})
     _run(CellSteps(f"{_family(inputs.kind)}_forward", layout, False), window)
@@ -201,19 +134,22 @@ def forward(inputs: CellInputs, *, keep: bool) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def _run(steps: CellSteps, window: Window) -> None:
-    """Through graphs, where there is more than one launch."""
+    """Through graphs, where there is more than one launch. An empty batch has none."""
+    if steps.layout.num_rows == 0:
+        return
+    assert all(part is None or part.is_contiguous() for part in window.tensors().values())
     if steps.layout.is_diagonal:
         steps(window)
     else:
         gpu_graphs.run(steps, window, backwards=steps.backwards)
 
 
-def allocate(inputs: CellInputs, num_steps: int, *, keep: bool) -> Saved:
+def allocate(inputs: CellInputs, *, keep: bool) -> Saved:
     """Memory for what backward reads."""
     layout, kept = Layout.of(inputs), state_dtype(inputs.product)
     sizes = (layout.num_gates * layout.width, layout.width, layout.width, 2 if layout.has_norm else 0)
     dtypes = (kept, inputs.product, kept, kept)
-    shape = (num_steps, layout.num_rows) if keep else (0, layout.num_rows)
+    shape = (inputs.x_BTE.shape[1], layout.num_rows) if keep else (0, layout.num_rows)
     return Saved(
         *(inputs.x_BTE.new_empty((*shape, size), dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True))
     )
@@ -227,21 +163,20 @@ def backward(
     grad_hidden_BD: Tensor,
     grad_cell_BD: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Gradients by the names of CellInputs, of all that are there."""
+    """Gradients of all that are there, by name: those of CellInputs, and hidden_BD and cell_BD, the first state."""
     layout, kept, product = Layout.of(inputs), state_dtype(inputs.product), inputs.product
     share_HBK = None if layout.is_diagonal else saved.reads_TBD.new_zeros(layout.share_shape(1))
-    state: Tensors = {"grad_hidden_BD": _cleared(grad_hidden_BD, None, kept), "share_HBK": share_HBK}
+    # Copies, which turn from the last state's gradients to the first's.
+    grad_hidden_BD = _cleared(grad_hidden_BD, None, kept)
+    state: Tensors = {"grad_hidden_BD": grad_hidden_BD, "share_HBK": share_HBK}
     if grad_cell_BD is not None:
-        state["grad_memory_BD"] = _cleared(grad_cell_BD, None, kept)
+        state["grad_memory_BD"] = grad_cell_BD = _cleared(grad_cell_BD, None, kept)
     sums = _sums(inputs, layout, kept)
     grad_gates_TBG = torch.empty_like(saved.gates_TBG, dtype=product)
     results: Tensors = {"grad_gates_TBG": grad_gates_TBG}
-    grad_shares_TBG = grad_gates_TBG
     if inputs.kind == "gru":
         # Apart from the gates' own: in the candidate the reset gate comes between. The diagonal one is in the sums.
-        results["grad_shares_TBG"] = None
-        if not layout.is_diagonal:
-            results["grad_shares_TBG"] = grad_shares_TBG = torch.empty_like(grad_gates_TBG)
+        results["grad_shares_TBG"] = None if layout.is_diagonal else torch.empty_like(grad_gates_TBG)
     inputs_by_time: Tensors = {
         "grad_outputs_TBD": _time_first(grad_outputs_BTD, product),
         **{name: part if part.numel() else None for name, part in saved._asdict().items()},
@@ -249,14 +184,14 @@ def backward(
     }
     window = Window(_constants(inputs, layout), inputs_by_time, state | sums, results)
     _run(CellSteps(f"{_family(inputs.kind)}_backward", layout, True), window)
-    gradients = _weight_gradients(inputs, saved, sums, grad_gates_TBG, grad_shares_TBG)
-    grad_initial_BD = _present(state["grad_hidden_BD"])
+    gradients = _weight_gradients(inputs, saved, sums, grad_gates_TBG, _grad_shares(window))
     if share_HBK is not None:
-        grad_initial_BD = grad_initial_BD + share_HBK.transpose(0, 1).flatten(1)
-    gradients["hidden_BD"] = _cleared(grad_initial_BD, inputs.reset_BT, kept)
-    if inputs.cell_BD is not None:
-        gradients["cell_BD"] = _cleared(_present(state["grad_memory_BD"]), inputs.reset_BT, kept)
-    return {name: part.to(getattr(inputs, name).dtype) for name, part in gradients.items()}
+        grad_hidden_BD = grad_hidden_BD + share_HBK.transpose(0, 1).flatten(1)
+    gradients = {name: part.to(getattr(inputs, name).dtype) for name, part in gradients.items()}
+    gradients["hidden_BD"] = _cleared(grad_hidden_BD, inputs.reset_BT, kept)
+    if grad_cell_BD is not None:
+        gradients["cell_BD"] = _cleared(grad_cell_BD, inputs.reset_BT, kept)
+    return gradients
 
 
 def _weight_gradients(
@@ -290,7 +225,7 @@ def _sums(inputs: CellInputs, layout: Layout, kept: torch.dtype) -> Tensors:
     """What backward adds up over time, row by row, so that the order of adding is always the same."""
 
     def zeros(is_there: bool, size: int = layout.width) -> Tensor | None:
-        return inputs.hidden_BD.new_zeros((layout.num_rows, size), dtype=kept) if is_there else None
+        return inputs.x_BTE.new_zeros((layout.num_rows, size), dtype=kept) if is_there else None
 
     sums: Tensors = {
         "sum_scale_BD": zeros(layout.has_norm),
@@ -305,10 +240,9 @@ def _constants(inputs: CellInputs, layout: Layout) -> Tensors:
     """The weights that both directions read, laid out for them."""
     kept = state_dtype(inputs.product)
     recurrent_HCK = layout.by_head(inputs.recurrent_GK)
-    is_diagonal = layout.is_diagonal
     return {
-        "weight_HCK": None if is_diagonal else recurrent_HCK.to(inputs.product).contiguous(),
-        "recurrent_G": recurrent_HCK.flatten().to(kept) if is_diagonal else None,
+        "weight_HCK": None if layout.is_diagonal else _converted(recurrent_HCK, inputs.product),
+        "recurrent_G": _converted(recurrent_HCK.flatten(), kept) if layout.is_diagonal else None,
         "norm_scale_D": _converted(inputs.norm_scale_D, kept),
         "skip_scale_D": _converted(inputs.skip_scale_D, kept),
     }
@@ -316,11 +250,6 @@ def _constants(inputs: CellInputs, layout: Layout) -> Tensors:
 
 def _converted(part: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if part is None else part.to(dtype).contiguous()
-
-
-def _present(part: Tensor | None) -> Tensor:
-    assert part is not None
-    return part
 
 
 def _time_first(part_BTD: Tensor, dtype: torch.dtype) -> Tensor:

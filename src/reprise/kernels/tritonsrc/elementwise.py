@@ -23,6 +23,7 @@ EPSILON = tl.constexpr(NORM_EPSILON)
 
 @triton.jit
 def sigmoid(x):
+    """Of a large negative x too: exp overflows to infinity, and its inverse is zero."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -42,28 +43,88 @@ def tanh(x):
 
 
 @triton.jit
-def load(pointer, offset, inside, KEPT: tl.constexpr):
+def load(pointer, at, inside, KEPT: tl.constexpr):
     """Values in the kept format, zero outside; zero where there is no such tensor."""
     if pointer is None:
-        return 0.0
+        return tl.zeros(inside.shape, KEPT)
     else:
-        return tl.load(pointer + offset, mask=inside, other=0.0).to(KEPT)
+        return tl.load(pointer + at, mask=inside, other=0.0).to(KEPT)
 
 
 @triton.jit
-def state_share(weight, hidden, share_HBC, at, inside, KEPT: tl.constexpr):
-    """The hidden state's share of a gate: elementwise, or from the matrix product."""
-    if share_HBC is None:
-        return weight * hidden
-    else:
-        return tl.load(share_HBC + at, mask=inside, other=0.0).to(KEPT)
+def store(pointer, at, values, inside):
+    """Nothing where there is no such tensor."""
+    if pointer is not None:
+        tl.store(pointer + at, values, mask=inside)
 
 
 @triton.jit
-def finish(update, previous, skip, scale, shift, skip_scale_D, norm_scale_D, statistics_TB2, position, inside, WIDTH):
+def load_gates(pointer, at, inside, HEARD: tl.constexpr, NUM_GATES: tl.constexpr, KEPT: tl.constexpr):
+    """A tuple of all gates' values, the first of them at `at`."""
+    first, second = load(pointer, at, inside, KEPT), load(pointer, at + HEARD, inside, KEPT)
+    third = load(pointer, at + 2 * HEARD, inside, KEPT)
+    if NUM_GATES == 3:
+        return first, second, third
+    else:
+        return first, second, third, load(pointer, at + 3 * HEARD, inside, KEPT)
+
+
+@triton.jit
+def store_gates(pointer, at, gates, inside, HEARD: tl.constexpr):
+    """The inverse of `load_gates`."""
+    for index in tl.static_range(len(gates)):
+        store(pointer, at + index * HEARD, gates[index], inside)
+
+
+@triton.jit
+def state_shares(
+    weights, hidden, share_HBC, at, inside, HEARD: tl.constexpr, NUM_GATES: tl.constexpr, KEPT: tl.constexpr
+):
+    """The hidden state's share of all gates: elementwise, or from the matrix product."""
+    if share_HBC is not None:
+        return load_gates(share_HBC, at, inside, HEARD, NUM_GATES, KEPT)
+    elif NUM_GATES == 3:
+        return weights[0] * hidden, weights[1] * hidden, weights[2] * hidden
+    else:
+        return weights[0] * hidden, weights[1] * hidden, weights[2] * hidden, weights[3] * hidden
+
+
+@triton.jit
+def state_shares_backward(grad_hidden, sums, weights, grad_gates, read, recurrent_G, NUM_GATES: tl.constexpr):
+    """Elementwise shares: adds to the hidden state's gradient, and to the weights' sums over time. Else as they were.
+
+    What a matrix product passes back is another launch's.
+    """
+    if recurrent_G is None:
+        return grad_hidden, sums
+    else:
+        last: tl.constexpr = NUM_GATES - 1
+        grad_hidden += weights[0] * grad_gates[0] + weights[1] * grad_gates[1] + weights[last] * grad_gates[last]
+        sum_0, sum_1 = sums[0] + grad_gates[0] * read, sums[1] + grad_gates[1] * read
+        sum_last = sums[last] + grad_gates[last] * read
+        if NUM_GATES == 3:
+            return grad_hidden, (sum_0, sum_1, sum_last)
+        else:
+            grad_hidden += weights[2] * grad_gates[2]
+            return grad_hidden, (sum_0, sum_1, sums[2] + grad_gates[2] * read, sum_last)
+
+
+@triton.jit
+def cleared(part, clear_TB, position):
+    """Zero where the position after starts anew."""
+    if clear_TB is None:
+        return part
+    else:
+        return tl.where(tl.load(clear_TB + position) != 0, 0.0, part)
+
+
+@triton.jit
+def finish(
+    update, read, skip, scale, shift, skip_scale_D, norm_scale_D, statistics_TB2, position, inside, WIDTH: tl.constexpr
+):
     """The hidden state from a cell's update: skip, then norm, whose mean and inverse deviation are kept."""
     if skip_scale_D is not None:
-        update += skip * previous
+        update += skip * read
     if norm_scale_D is None:
         return update
     else:
@@ -77,19 +138,52 @@ def finish(update, previous, skip, scale, shift, skip_scale_D, norm_scale_D, sta
 
 
 @triton.jit
-def normalised(update, statistics_TB2, position, inside, KEPT: tl.constexpr):
-    """The update less its mean over its deviation, and one over its deviation."""
-    mean = tl.load(statistics_TB2 + position * 2).to(KEPT)
-    inverse_deviation = tl.load(statistics_TB2 + position * 2 + 1).to(KEPT)
-    return tl.where(inside, (update - mean) * inverse_deviation, 0.0), inverse_deviation
+def finish_backward(
+    grad, update, read, skip, scale, sums, skip_scale_D, statistics_TB2, position, inside, WIDTH: tl.constexpr
+):
+    """The update's gradient from the hidden state's, and what is added up over time: for norm's scale, shift, skip.
+
+    No statistics, no norm.
+    """
+    sum_scale, sum_shift, sum_skip = sums
+    if statistics_TB2 is not None:
+        if skip_scale_D is not None:
+            update += skip * read
+        mean = tl.load(statistics_TB2 + position * 2).to(grad.dtype)
+        inverse_deviation = tl.load(statistics_TB2 + position * 2 + 1).to(grad.dtype)
+        normal = tl.where(inside, (update - mean) * inverse_deviation, 0.0)
+        sum_scale += grad * normal
+        sum_shift += grad
+        scaled = grad * scale
+        along = tl.sum(scaled * normal, axis=0) / WIDTH
+        grad = (scaled - tl.sum(scaled, axis=0) / WIDTH - normal * along) * inverse_deviation
+    if skip_scale_D is not None:
+        sum_skip += grad * read
+    return grad, (sum_scale, sum_shift, sum_skip)
 
 
 @triton.jit
-def norm_backward(grad, normal, inverse_deviation, scale, WIDTH):
-    """The gradient of a norm's input from that of its output."""
-    scaled = grad * scale
-    along = tl.sum(scaled * normal, axis=0) / WIDTH
-    return (scaled - tl.sum(scaled, axis=0) / WIDTH - normal * along) * inverse_deviation
+def skip_backward(grad_hidden, grad, skip, skip_scale_D):
+    """Adds what the skip passes back of the update's gradient `grad`."""
+    if skip_scale_D is None:
+        return grad_hidden
+    else:
+        return grad_hidden + skip * grad
+
+
+@triton.jit
+def load_sums(sum_scale_BD, sum_shift_BD, sum_skip_BD, here, inside, KEPT: tl.constexpr):
+    """What `finish_backward` has added up so far."""
+    sum_scale, sum_shift = load(sum_scale_BD, here, inside, KEPT), load(sum_shift_BD, here, inside, KEPT)
+    return sum_scale, sum_shift, load(sum_skip_BD, here, inside, KEPT)
+
+
+@triton.jit
+def store_sums(sum_scale_BD, sum_shift_BD, sum_skip_BD, here, sums, inside):
+    """The inverse of `load_sums`."""
+    store(sum_scale_BD, here, sums[0], inside)
+    store(sum_shift_BD, here, sums[1], inside)
+    store(sum_skip_BD, here, sums[2], inside)
 
 
 @triton.jit

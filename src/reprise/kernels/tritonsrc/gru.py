@@ -8,13 +8,20 @@ import triton
 import triton.language as tl
 
 from reprise.kernels.tritonsrc.elementwise import (
+    cleared,
     finish,
+    finish_backward,
     load,
-    norm_backward,
-    normalised,
+    load_gates,
+    load_sums,
     places,
     sigmoid,
-    state_share,
+    skip_backward,
+    state_shares,
+    state_shares_backward,
+    store,
+    store_gates,
+    store_sums,
     tanh,
 )
 
@@ -55,12 +62,8 @@ def gru_forward(
     """
     row, unit, column, share_at, _ = places(num_rows, WIDTH, HEARD, BLOCK, NUM_GATES)
     inside, here = unit < WIDTH, row * WIDTH + unit
-    bias_r, weight_r = load(bias_G, column, inside, KEPT), load(recurrent_G, column, inside, KEPT)
-    bias_z, weight_z = load(bias_G, column + HEARD, inside, KEPT), load(recurrent_G, column + HEARD, inside, KEPT)
-    bias_n, weight_n = (
-        load(bias_G, column + 2 * HEARD, inside, KEPT),
-        load(recurrent_G, column + 2 * HEARD, inside, KEPT),
-    )
+    weights = load_gates(recurrent_G, column, inside, HEARD, NUM_GATES, KEPT)
+    bias_r, bias_z, bias_n = load_gates(bias_G, column, inside, HEARD, NUM_GATES, KEPT)
     candidate_bias = load(candidate_bias_D, unit, inside, KEPT)
     scale, shift = load(norm_scale_D, unit, inside, KEPT), load(norm_shift_D, unit, inside, KEPT)
     skip = load(skip_scale_D, unit, inside, KEPT)
@@ -68,28 +71,25 @@ def gru_forward(
     position = row + tl.cast(start, tl.int64) * num_rows
     for _ in tl.range(num_steps, num_stages=STAGES):
         at, there = position * (WIDTH * NUM_GATES) + column, position * WIDTH + unit
-        r = state_share(weight_r, hidden, share_HBC, share_at, inside, KEPT)
-        z = state_share(weight_z, hidden, share_HBC, share_at + HEARD, inside, KEPT)
-        recalled = state_share(weight_n, hidden, share_HBC, share_at + 2 * HEARD, inside, KEPT) + candidate_bias
-        r = sigmoid(load(drive_TBG, at, inside, KEPT) + bias_r + r)
-        z = sigmoid(load(drive_TBG, at + HEARD, inside, KEPT) + bias_z + z)
-        n = tanh(load(drive_TBG, at + 2 * HEARD, inside, KEPT) + bias_n + r * recalled)
-        if gates_TBG is not None:
-            tl.store(gates_TBG + at, r, mask=inside)
-            tl.store(gates_TBG + at + HEARD, z, mask=inside)
-            tl.store(gates_TBG + at + 2 * HEARD, n, mask=inside)
-            tl.store(reads_TBD + there, hidden, mask=inside)
-            tl.store(memories_TBD + there, recalled, mask=inside)
+        drive_r, drive_z, drive_n = load_gates(drive_TBG, at, inside, HEARD, NUM_GATES, KEPT)
+        shares = state_shares(weights, hidden, share_HBC, share_at, inside, HEARD, NUM_GATES, KEPT)
+        share_r, share_z, share_n = shares
+        recalled = share_n + candidate_bias
+        r = sigmoid(drive_r + bias_r + share_r)
+        z = sigmoid(drive_z + bias_z + share_z)
+        n = tanh(drive_n + bias_n + r * recalled)
+        store_gates(gates_TBG, at, (r, z, n), inside, HEARD)
+        store(reads_TBD, there, hidden, inside)
+        store(memories_TBD, there, recalled, inside)
         update = (1.0 - z) * n + z * hidden
         hidden = finish(
             update, hidden, skip, scale, shift, skip_scale_D, norm_scale_D, statistics_TB2, position, inside, WIDTH
         )
-        tl.store(outputs_TBD + there, hidden, mask=inside)
-        if clear_TB is not None:
-            hidden = tl.where(tl.load(clear_TB + position) != 0, 0.0, hidden)
+        store(outputs_TBD, there, hidden, inside)
+        hidden = cleared(hidden, clear_TB, position)
         position += num_rows
-    tl.store(hidden_BD + here, hidden, mask=inside)
-    tl.store(reading_BD + here, hidden, mask=inside)
+    store(hidden_BD, here, hidden, inside)
+    store(reading_BD, here, hidden, inside)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -129,63 +129,37 @@ def gru_backward(
     """
     row, unit, column, _, share_at = places(num_rows, WIDTH, HEARD, BLOCK, NUM_GATES)
     inside, here, here_G = unit < WIDTH, row * WIDTH + unit, row * (WIDTH * NUM_GATES) + column
-    weight_r, sum_r = load(recurrent_G, column, inside, KEPT), load(sum_recurrent_BG, here_G, inside, KEPT)
-    weight_z, sum_z = (
-        load(recurrent_G, column + HEARD, inside, KEPT),
-        load(sum_recurrent_BG, here_G + HEARD, inside, KEPT),
-    )
-    weight_n = load(recurrent_G, column + 2 * HEARD, inside, KEPT)
-    sum_n = load(sum_recurrent_BG, here_G + 2 * HEARD, inside, KEPT)
+    weights = load_gates(recurrent_G, column, inside, HEARD, NUM_GATES, KEPT)
+    sums_recurrent = load_gates(sum_recurrent_BG, here_G, inside, HEARD, NUM_GATES, KEPT)
     scale, skip = load(norm_scale_D, unit, inside, KEPT), load(skip_scale_D, unit, inside, KEPT)
-    sum_scale, sum_shift = load(sum_scale_BD, here, inside, KEPT), load(sum_shift_BD, here, inside, KEPT)
-    sum_skip, sum_candidate = load(sum_skip_BD, here, inside, KEPT), load(sum_candidate_BD, here, inside, KEPT)
+    sums = load_sums(sum_scale_BD, sum_shift_BD, sum_skip_BD, here, inside, KEPT)
+    sum_candidate = load(sum_candidate_BD, here, inside, KEPT)
     grad_hidden = load(grad_hidden_BD, here, inside, KEPT) + load(share_HBK, share_at, inside, KEPT)
     position = row + tl.cast(start, tl.int64) * num_rows
     for _ in tl.range(num_steps, num_stages=STAGES):
-        if clear_TB is not None:
-            grad_hidden = tl.where(tl.load(clear_TB + position) != 0, 0.0, grad_hidden)
+        grad_hidden = cleared(grad_hidden, clear_TB, position)
         at, there = position * (WIDTH * NUM_GATES) + column, position * WIDTH + unit
-        r, z = load(gates_TBG, at, inside, KEPT), load(gates_TBG, at + HEARD, inside, KEPT)
-        n, read = load(gates_TBG, at + 2 * HEARD, inside, KEPT), load(reads_TBD, there, inside, KEPT)
+        r, z, n = load_gates(gates_TBG, at, inside, HEARD, NUM_GATES, KEPT)
+        read, recalled = load(reads_TBD, there, inside, KEPT), load(memories_TBD, there, inside, KEPT)
+        update = (1.0 - z) * n + z * read
         grad = grad_hidden + load(grad_outputs_TBD, there, inside, KEPT)
-        if norm_scale_D is not None:
-            update = (1.0 - z) * n + z * read
-            if skip_scale_D is not None:
-                update += skip * read
-            normal, inverse_deviation = normalised(update, statistics_TB2, position, inside, KEPT)
-            sum_scale += grad * normal
-            sum_shift += grad
-            grad = norm_backward(grad, normal, inverse_deviation, scale, WIDTH)
+        grad, sums = finish_backward(
+            grad, update, read, skip, scale, sums, skip_scale_D, statistics_TB2, position, inside, WIDTH
+        )
         grad_n = grad * (1.0 - z) * (1.0 - n * n)
-        grad_r = grad_n * load(memories_TBD, there, inside, KEPT) * r * (1.0 - r)
+        grad_r = grad_n * recalled * r * (1.0 - r)
         grad_z = grad * (read - n) * z * (1.0 - z)
         grad_recalled = grad_n * r
-        tl.store(grad_gates_TBG + at, grad_r, mask=inside)
-        tl.store(grad_gates_TBG + at + HEARD, grad_z, mask=inside)
-        tl.store(grad_gates_TBG + at + 2 * HEARD, grad_n, mask=inside)
-        if grad_shares_TBG is not None:
-            tl.store(grad_shares_TBG + at, grad_r, mask=inside)
-            tl.store(grad_shares_TBG + at + HEARD, grad_z, mask=inside)
-            tl.store(grad_shares_TBG + at + 2 * HEARD, grad_recalled, mask=inside)
         sum_candidate += grad_recalled
-        grad_hidden = grad * z
-        if skip_scale_D is not None:
-            grad_hidden += skip * grad
-            sum_skip += grad * read
-        if recurrent_G is not None:
-            grad_hidden += weight_r * grad_r + weight_z * grad_z + weight_n * grad_recalled
-            sum_r += grad_r * read
-            sum_z += grad_z * read
-            sum_n += grad_recalled * read
+        grad_shares = (grad_r, grad_z, grad_recalled)
+        store_gates(grad_gates_TBG, at, (grad_r, grad_z, grad_n), inside, HEARD)
+        store_gates(grad_shares_TBG, at, grad_shares, inside, HEARD)
+        grad_hidden = skip_backward(grad * z, grad, skip, skip_scale_D)
+        grad_hidden, sums_recurrent = state_shares_backward(
+            grad_hidden, sums_recurrent, weights, grad_shares, read, recurrent_G, NUM_GATES
+        )
         position -= num_rows
-    tl.store(grad_hidden_BD + here, grad_hidden, mask=inside)
-    tl.store(sum_candidate_BD + here, sum_candidate, mask=inside)
-    if norm_scale_D is not None:
-        tl.store(sum_scale_BD + here, sum_scale, mask=inside)
-        tl.store(sum_shift_BD + here, sum_shift, mask=inside)
-    if skip_scale_D is not None:
-        tl.store(sum_skip_BD + here, sum_skip, mask=inside)
-    if recurrent_G is not None:
-        tl.store(sum_recurrent_BG + here_G, sum_r, mask=inside)
-        tl.store(sum_recurrent_BG + here_G + HEARD, sum_z, mask=inside)
-        tl.store(sum_recurrent_BG + here_G + 2 * HEARD, sum_n, mask=inside)
+    store(grad_hidden_BD, here, grad_hidden, inside)
+    store(sum_candidate_BD, here, sum_candidate, inside)
+    store_sums(sum_scale_BD, sum_shift_BD, sum_skip_BD, here, sums, inside)
+    store_gates(sum_recurrent_BG, here_G, sums_recurrent, inside, HEARD)

@@ -8,15 +8,52 @@ import triton
 import triton.language as tl
 
 from reprise.kernels.tritonsrc.elementwise import (
+    cleared,
     finish,
+    finish_backward,
     load,
-    norm_backward,
-    normalised,
+    load_gates,
+    load_sums,
     places,
     sigmoid,
-    state_share,
+    skip_backward,
+    state_shares,
+    state_shares_backward,
+    store,
+    store_gates,
+    store_sums,
     tanh,
 )
+
+
+@triton.jit
+def side_by_side(o, f, i, z, NUM_GATES: tl.constexpr):
+    """The gates that the weights have, in their order."""
+    if NUM_GATES == 4:
+        return o, f, i, z
+    else:
+        return o, f, z
+
+
+@triton.jit
+def activated(drives, biases, shares, NUM_GATES: tl.constexpr):
+    """o, f, i, z from the parts of their sums."""
+    o = sigmoid(drives[0] + biases[0] + shares[0])
+    f = sigmoid(drives[1] + biases[1] + shares[1])
+    z = tanh(drives[NUM_GATES - 1] + biases[NUM_GATES - 1] + shares[NUM_GATES - 1])
+    if NUM_GATES == 4:
+        return o, f, sigmoid(drives[2] + biases[2] + shares[2]), z
+    else:
+        return o, f, 1.0 - f, z
+
+
+@triton.jit
+def apart(gates, NUM_GATES: tl.constexpr):
+    """o, f, i, z, where i is 1 - f if the weights have none."""
+    if NUM_GATES == 4:
+        return gates
+    else:
+        return gates[0], gates[1], 1.0 - gates[1], gates[2]
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -54,52 +91,31 @@ def lstm_forward(
     """
     row, unit, column, share_at, _ = places(num_rows, WIDTH, HEARD, BLOCK, NUM_GATES)
     inside, here = unit < WIDTH, row * WIDTH + unit
-    last: tl.constexpr = (NUM_GATES - 1) * HEARD
-    bias_o, weight_o = load(bias_G, column, inside, KEPT), load(recurrent_G, column, inside, KEPT)
-    bias_f, weight_f = load(bias_G, column + HEARD, inside, KEPT), load(recurrent_G, column + HEARD, inside, KEPT)
-    bias_i, weight_i = (
-        load(bias_G, column + 2 * HEARD, inside, KEPT),
-        load(recurrent_G, column + 2 * HEARD, inside, KEPT),
-    )
-    bias_z, weight_z = load(bias_G, column + last, inside, KEPT), load(recurrent_G, column + last, inside, KEPT)
+    weights = load_gates(recurrent_G, column, inside, HEARD, NUM_GATES, KEPT)
+    biases = load_gates(bias_G, column, inside, HEARD, NUM_GATES, KEPT)
     scale, shift = load(norm_scale_D, unit, inside, KEPT), load(norm_shift_D, unit, inside, KEPT)
     skip = load(skip_scale_D, unit, inside, KEPT)
     hidden, cell = load(hidden_BD, here, inside, KEPT), load(memory_BD, here, inside, KEPT)
     position = row + tl.cast(start, tl.int64) * num_rows
     for _ in tl.range(num_steps, num_stages=STAGES):
-        at = position * (WIDTH * NUM_GATES) + column
-        o = load(drive_TBG, at, inside, KEPT) + bias_o
-        f = load(drive_TBG, at + HEARD, inside, KEPT) + bias_f
-        z = load(drive_TBG, at + last, inside, KEPT) + bias_z
-        o = sigmoid(o + state_share(weight_o, hidden, share_HBC, share_at, inside, KEPT))
-        f = sigmoid(f + state_share(weight_f, hidden, share_HBC, share_at + HEARD, inside, KEPT))
-        z = tanh(z + state_share(weight_z, hidden, share_HBC, share_at + last, inside, KEPT))
-        i = 1.0 - f
-        if NUM_GATES == 4:
-            i = load(drive_TBG, at + 2 * HEARD, inside, KEPT) + bias_i
-            i = sigmoid(i + state_share(weight_i, hidden, share_HBC, share_at + 2 * HEARD, inside, KEPT))
-        there = position * WIDTH + unit
-        if gates_TBG is not None:
-            tl.store(gates_TBG + at, o, mask=inside)
-            tl.store(gates_TBG + at + HEARD, f, mask=inside)
-            if NUM_GATES == 4:
-                tl.store(gates_TBG + at + 2 * HEARD, i, mask=inside)
-            tl.store(gates_TBG + at + last, z, mask=inside)
-            tl.store(reads_TBD + there, hidden, mask=inside)
-            tl.store(memories_TBD + there, cell, mask=inside)
+        at, there = position * (WIDTH * NUM_GATES) + column, position * WIDTH + unit
+        drives = load_gates(drive_TBG, at, inside, HEARD, NUM_GATES, KEPT)
+        shares = state_shares(weights, hidden, share_HBC, share_at, inside, HEARD, NUM_GATES, KEPT)
+        o, f, i, z = activated(drives, biases, shares, NUM_GATES)
+        store_gates(gates_TBG, at, side_by_side(o, f, i, z, NUM_GATES), inside, HEARD)
+        store(reads_TBD, there, hidden, inside)
+        store(memories_TBD, there, cell, inside)
         cell = f * cell + i * z
         update = o * tanh(cell)
         hidden = finish(
             update, hidden, skip, scale, shift, skip_scale_D, norm_scale_D, statistics_TB2, position, inside, WIDTH
         )
-        tl.store(outputs_TBD + there, hidden, mask=inside)
-        if clear_TB is not None:
-            is_cleared = tl.load(clear_TB + position) != 0
-            hidden, cell = tl.where(is_cleared, 0.0, hidden), tl.where(is_cleared, 0.0, cell)
+        store(outputs_TBD, there, hidden, inside)
+        hidden, cell = cleared(hidden, clear_TB, position), cleared(cell, clear_TB, position)
         position += num_rows
-    tl.store(hidden_BD + here, hidden, mask=inside)
-    tl.store(reading_BD + here, hidden, mask=inside)
-    tl.store(memory_BD + here, cell, mask=inside)
+    store(hidden_BD, here, hidden, inside)
+    store(reading_BD, here, hidden, inside)
+    store(memory_BD, here, cell, inside)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -138,44 +154,24 @@ def lstm_backward(
     """
     row, unit, column, _, share_at = places(num_rows, WIDTH, HEARD, BLOCK, NUM_GATES)
     inside, here, here_G = unit < WIDTH, row * WIDTH + unit, row * (WIDTH * NUM_GATES) + column
-    last: tl.constexpr = (NUM_GATES - 1) * HEARD
-    weight_o, weight_f = load(recurrent_G, column, inside, KEPT), load(recurrent_G, column + HEARD, inside, KEPT)
-    weight_i, weight_z = (
-        load(recurrent_G, column + 2 * HEARD, inside, KEPT),
-        load(recurrent_G, column + last, inside, KEPT),
-    )
-    sum_o, sum_f = load(sum_recurrent_BG, here_G, inside, KEPT), load(sum_recurrent_BG, here_G + HEARD, inside, KEPT)
-    sum_i, sum_z = (
-        load(sum_recurrent_BG, here_G + 2 * HEARD, inside, KEPT),
-        load(sum_recurrent_BG, here_G + last, inside, KEPT),
-    )
+    weights = load_gates(recurrent_G, column, inside, HEARD, NUM_GATES, KEPT)
+    sums_recurrent = load_gates(sum_recurrent_BG, here_G, inside, HEARD, NUM_GATES, KEPT)
     scale, skip = load(norm_scale_D, unit, inside, KEPT), load(skip_scale_D, unit, inside, KEPT)
-    sum_scale, sum_shift = load(sum_scale_BD, here, inside, KEPT), load(sum_shift_BD, here, inside, KEPT)
-    sum_skip = load(sum_skip_BD, here, inside, KEPT)
+    sums = load_sums(sum_scale_BD, sum_shift_BD, sum_skip_BD, here, inside, KEPT)
     grad_hidden = load(grad_hidden_BD, here, inside, KEPT) + load(share_HBK, share_at, inside, KEPT)
     grad_cell = load(grad_memory_BD, here, inside, KEPT)
     position = row + tl.cast(start, tl.int64) * num_rows
     for _ in tl.range(num_steps, num_stages=STAGES):
-        if clear_TB is not None:
-            is_cleared = tl.load(clear_TB + position) != 0
-            grad_hidden, grad_cell = tl.where(is_cleared, 0.0, grad_hidden), tl.where(is_cleared, 0.0, grad_cell)
+        grad_hidden, grad_cell = cleared(grad_hidden, clear_TB, position), cleared(grad_cell, clear_TB, position)
         at, there = position * (WIDTH * NUM_GATES) + column, position * WIDTH + unit
-        o, f = load(gates_TBG, at, inside, KEPT), load(gates_TBG, at + HEARD, inside, KEPT)
-        z = load(gates_TBG, at + last, inside, KEPT)
-        i = 1.0 - f
-        if NUM_GATES == 4:
-            i = load(gates_TBG, at + 2 * HEARD, inside, KEPT)
+        o, f, i, z = apart(load_gates(gates_TBG, at, inside, HEARD, NUM_GATES, KEPT), NUM_GATES)
         read, cell = load(reads_TBD, there, inside, KEPT), load(memories_TBD, there, inside, KEPT)
         squashed = tanh(f * cell + i * z)
+        update = o * squashed
         grad = grad_hidden + load(grad_outputs_TBD, there, inside, KEPT)
-        if norm_scale_D is not None:
-            update = o * squashed
-            if skip_scale_D is not None:
-                update += skip * read
-            normal, inverse_deviation = normalised(update, statistics_TB2, position, inside, KEPT)
-            sum_scale += grad * normal
-            sum_shift += grad
-            grad = norm_backward(grad, normal, inverse_deviation, scale, WIDTH)
+        grad, sums = finish_backward(
+            grad, update, read, skip, scale, sums, skip_scale_D, statistics_TB2, position, inside, WIDTH
+        )
         grad_cell += grad * o * (1.0 - squashed * squashed)
         grad_o = grad * squashed * o * (1.0 - o)
         grad_z = grad_cell * i * (1.0 - z * z)
@@ -183,35 +179,15 @@ def lstm_backward(
         grad_i = grad_cell * z * i * (1.0 - i)
         if NUM_GATES == 3:
             grad_f -= grad_i
-        tl.store(grad_gates_TBG + at, grad_o, mask=inside)
-        tl.store(grad_gates_TBG + at + HEARD, grad_f, mask=inside)
-        if NUM_GATES == 4:
-            tl.store(grad_gates_TBG + at + 2 * HEARD, grad_i, mask=inside)
-        tl.store(grad_gates_TBG + at + last, grad_z, mask=inside)
         grad_cell *= f
-        grad_hidden = tl.zeros_like(grad)
-        if skip_scale_D is not None:
-            grad_hidden += skip * grad
-            sum_skip += grad * read
-        if recurrent_G is not None:
-            grad_hidden += weight_o * grad_o + weight_f * grad_f + weight_z * grad_z
-            sum_o += grad_o * read
-            sum_f += grad_f * read
-            sum_z += grad_z * read
-            if NUM_GATES == 4:
-                grad_hidden += weight_i * grad_i
-                sum_i += grad_i * read
+        grad_gates = side_by_side(grad_o, grad_f, grad_i, grad_z, NUM_GATES)
+        store_gates(grad_gates_TBG, at, grad_gates, inside, HEARD)
+        grad_hidden = skip_backward(tl.zeros_like(grad), grad, skip, skip_scale_D)
+        grad_hidden, sums_recurrent = state_shares_backward(
+            grad_hidden, sums_recurrent, weights, grad_gates, read, recurrent_G, NUM_GATES
+        )
         position -= num_rows
-    tl.store(grad_hidden_BD + here, grad_hidden, mask=inside)
-    tl.store(grad_memory_BD + here, grad_cell, mask=inside)
-    if norm_scale_D is not None:
-        tl.store(sum_scale_BD + here, sum_scale, mask=inside)
-        tl.store(sum_shift_BD + here, sum_shift, mask=inside)
-    if skip_scale_D is not None:
-        tl.store(sum_skip_BD + here, sum_skip, mask=inside)
-    if recurrent_G is not None:
-        tl.store(sum_recurrent_BG + here_G, sum_o, mask=inside)
-        tl.store(sum_recurrent_BG + here_G + HEARD, sum_f, mask=inside)
-        if NUM_GATES == 4:
-            tl.store(sum_recurrent_BG + here_G + 2 * HEARD, sum_i, mask=inside)
-        tl.store(sum_recurrent_BG + here_G + last, sum_z, mask=inside)
+    store(grad_hidden_BD, here, grad_hidden, inside)
+    store(grad_memory_BD, here, grad_cell, inside)
+    store_sums(sum_scale_BD, sum_shift_BD, sum_skip_BD, here, sums, inside)
+    store_gates(sum_recurrent_BG, here_G, sums_recurrent, inside, HEARD)
