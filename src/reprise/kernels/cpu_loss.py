@@ -12,6 +12,7 @@ from torch import Tensor
 from reprise.kernels import loss, native
 from reprise.kernels.loss import Penalties
 from reprise.kernels.reference import IGNORE
+from reprise.kernels.window_memory import MEMORY
 
 
 def chunk_loss(
@@ -49,4 +50,4 @@ def chunk_loss(
     return loss_C, scores_CV
 
 
-linear_cross_entropy = partial(loss.linear_cross_entropy, chunk_loss=chunk_loss)
+linear_cross_entropy = partial(loss.linear_cross_entropy, chunk_loss=chunk_loss, empty=MEMORY.empty)

@@ -9,6 +9,7 @@ Legend: N tokens, C tokens of a chunk, D width, V vocabulary.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ _MIN_CHUNK_TOKENS = 256
 
 # The losses [C] of one chunk from its scores [C, V] without bias, which become their gradient where that is wanted.
 ChunkLoss = Callable[[Tensor, Tensor, Tensor, "Penalties", bool], tuple[Tensor, Tensor]]
+# A tensor of a shape and a format, on the device of the loss, with anything in it.
+Empty = Callable[[tuple[int, int], torch.dtype], Tensor]
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,12 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_loss: ChunkLoss = chunk_loss,
+    empty: Empty | None = None,
 ) -> Tensor:
     """Summed negative log-likelihood of `targets` under softmax(weight hidden + bias): a scalar, fp32 or fp64.
 
     Targets equal to IGNORE count nothing. Products run in the weight's format or autocast's, softmax and sums in fp32.
+    The scores of a chunk lie in what `empty` makes: PyTorch's allocator, if nothing else is named.
     """
     product = product_dtype(weight_VD)
     if chunk_tokens is None:
@@ -91,12 +96,17 @@ def linear_cross_entropy(
             bias_V,
             targets_N,
             chunk_loss,
+            empty or partial(_empty, device=hidden_ND.device),
             Penalties(label_smoothing, z_loss),
             chunk_tokens,
             product,
             torch.is_grad_enabled(),
         )
     return total
+
+
+def _empty(shape: tuple[int, int], dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -108,19 +118,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias_V: Tensor,
         targets_N: Tensor,
         chunk_loss: ChunkLoss,
+        empty: Empty,
         penalties: Penalties,
         chunk_tokens: int,
         product: torch.dtype,
         wants_gradients: bool,
     ) -> Tensor:
+        """The loss summed over tokens, in nats: a scalar in fp32, or fp64 where `product` is.
+
+        hidden [N, D], weight [V, D], bias [V], targets [N] int64; products of `chunk_tokens` tokens at once in the
+        format `product`. The gradients that backward will scale are made here, weight's and bias's in the kept format.
+        """
         kept = state_dtype(product)
         read_ND, read_VD = hidden_ND.to(product), weight_VD.to(product)
         total = torch.zeros((), dtype=kept, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if wants_gradients else None
-        grad_weight_VD = torch.zeros_like(weight_VD, dtype=kept) if wants_gradients else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=kept) if wants_gradients else None
+        fresh = torch.empty_like if len(hidden_ND) else torch.zeros_like
+        grad_weight_VD = fresh(weight_VD, dtype=kept) if wants_gradients else None
+        grad_bias_V = fresh(bias_V, dtype=kept) if wants_gradients else None
         # One buffer for all chunks: fresh memory of this size costs more in page faults than the arithmetic on it.
-        room_CV = read_ND.new_empty((min(chunk_tokens, hidden_ND.shape[0]), weight_VD.shape[0]))
+        room_CV = empty((min(chunk_tokens, hidden_ND.shape[0]), weight_VD.shape[0]), product)
         for start in range(0, hidden_ND.shape[0], chunk_tokens):
             read_CD, targets_C = read_ND[start : start + chunk_tokens], targets_N[start : start + chunk_tokens]
             scores_CV = torch.mm(read_CD, read_VD.t(), out=room_CV[: len(read_CD)])
@@ -128,9 +145,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             total += loss_C.sum()
             if grad_hidden_ND is None or grad_weight_VD is None or grad_bias_V is None:
                 continue
-            grad_bias_V += torch.mm(grad_CV.new_ones(1, len(grad_CV)), grad_CV)[0]
             grad_hidden_ND[start : start + chunk_tokens] = torch.mm(grad_CV, read_VD)
-            grad_weight_VD += torch.mm(grad_CV.t(), read_CD)
+            # The first chunk's is written, not added to zeros: two visits less of what is as large as the weight.
+            add = Tensor.copy_ if start == 0 else Tensor.add_
+            add(grad_bias_V, torch.mm(grad_CV.new_ones(1, len(grad_CV)), grad_CV)[0])
+            add(grad_weight_VD, torch.mm(grad_CV.t(), read_CD))
         ctx.save_for_backward(grad_hidden_ND, grad_weight_VD, grad_bias_V)
         ctx.dtypes = (weight_VD.dtype, bias_V.dtype)
         return total
@@ -138,11 +157,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Any, ...]:
+        """What forward made, times the gradient of the loss (a scalar), in the inputs' own shapes and formats."""
         grad_hidden_ND, grad_weight_VD, grad_bias_V = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
         return (
             grad_hidden_ND * grad_total.to(grad_hidden_ND.dtype),
             (grad_weight_VD * grad_total).to(weight_dtype),
             (grad_bias_V * grad_total).to(bias_dtype),
-            *(None,) * 6,
+            *(None,) * 7,
         )
