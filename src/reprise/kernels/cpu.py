@@ -41,7 +41,7 @@ _PARAMETERS = ("grad_norm_scale", "grad_norm_shift", "grad_skip_scale", "grad_we
 
 
 class _Window(ctypes.Structure):
-    """`Window` of `csrc/recurrence.cpp`, field by field."""
+    """`Window` of `csrc/window.h`, field by field."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("num_rows", "num_steps", "width", "num_inputs", "num_threads")),

@@ -16,6 +16,7 @@ from reprise.distributed.membership import ClusterConfig
 from reprise.evaluation.report import read_curves
 from reprise.models import LanguageModel
 from reprise.runtime import SIGNAL_EXIT_CODE, RunFolder, World, from_rank_zero, say
+from reprise.training.allocator import keep_freed_memory
 from reprise.training.budget import Budget, TrainConfig
 from reprise.training.callbacks.gradients import GradientMonitor
 from reprise.training.callbacks.progress import ProgressBar
@@ -76,6 +77,7 @@ class Session:
         train = settings.train
         if train.num_threads is not None:
             torch.set_num_threads(train.num_threads)
+        keep_freed_memory()
         self.precision = effective_precision(settings.cluster)
         self.datamodule = LaneDataModule(
             corpus, settings.data, world=world, accumulate=train.accumulate, seed=settings.seed
