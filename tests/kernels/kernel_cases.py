@@ -64,14 +64,21 @@ CORNER_CASES = tuple(replace(case, recurrence=name) for name in ("full", "block"
 
 
 def make_inputs(
-    case: CellCase, dtype: torch.dtype, *, num_rows: int = 3, num_steps: int = 9, width_in: int = 5, width: int = 8
+    case: CellCase,
+    dtype: torch.dtype,
+    *,
+    num_rows: int = 3,
+    num_steps: int = 9,
+    width_in: int = 5,
+    width: int = 8,
+    seed: int | None = None,
 ) -> Inputs:
     """Input, non-zero initial state and weights, all of them leaves that want gradients.
 
     Weights are spread about the values that a cell starts with. A norm that scales by one makes chaotic cells: there
     the gradients in float64 change by up to 10^6 times what their inputs do, so that no number format tells them right.
     """
-    generator = torch.Generator().manual_seed(num_steps)
+    generator = torch.Generator().manual_seed(num_steps if seed is None else seed)
     num_gates = 4 if case.kind == "lstm" and not case.coupled_gates else 3
     heard = case.heard_units(width)
     spread = 0.3 if case.recurrence == "diagonal" else 0.8 * heard**-0.5

@@ -96,6 +96,11 @@ class LstmCell(GatedCell):
             self.bias[self.width : 2 * self.width] = self.config.forget_bias
 
     def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
+        """As `Cell.forward`, on the kernel that the config and the device choose.
+
+        Shapes, formats and equations: `kernels.reference.lstm`. Raises UserError where the implementation asked for
+        does not run here, or not in the format of the products.
+        """
         kernel = self.kernel(x_BTE.device.type)
         weights = LstmWeights(self.input_weight, self.recurrent_weight, self.bias, *self.norm(), self.skip_scale)
         result: tuple[Tensor, State] = kernel(x_BTE, state, reset_BT, weights, coupled_gates=self.config.coupled_gates)
@@ -113,6 +118,11 @@ class GruCell(GatedCell):
         self.candidate_bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_BTE: Tensor, state: State, reset_BT: Tensor | None) -> tuple[Tensor, State]:
+        """As `Cell.forward`, on the kernel that the config and the device choose.
+
+        Shapes, formats and equations: `kernels.reference.gru`. Raises UserError where the implementation asked for
+        does not run here, or not in the format of the products.
+        """
         kernel = self.kernel(x_BTE.device.type)
         weights = GruWeights(
             self.input_weight, self.recurrent_weight, self.bias, self.candidate_bias, *self.norm(), self.skip_scale

@@ -49,6 +49,12 @@ class Gru(torch.autograd.Function):
         skip_scale_D: Tensor | None,
         product: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
+        """x [B, T, E], h [B, D], reset [B, T] bool or None, weights [G, E], [G, K], [G], and vectors [D] or None.
+
+        Returns y [B, T, D] in the format `product`, and h [B, D] after the last position in fp32 (fp64 where `product`
+        is). Equations: `reference.gru` (Cho et al. 2014). Raises UserError for a recurrent weight whose K is no
+        structure.
+        """
         kept = state_dtype(product)
         ctx.product, ctx.resets = product, Resets(reset_BT)
         ctx.dtypes = (x_BTE.dtype, hidden_BD.dtype, input_GE.dtype)
@@ -67,6 +73,12 @@ class Gru(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BTD: Tensor, grad_hidden_BD: Tensor) -> tuple[Any, ...]:
+        """From the gradients of y [B, T, D] and of the last h [B, D] those of all inputs, each in its own format.
+
+        Backpropagation through time by hand: the update's gradient times its slopes makes those of n, r, z and of what
+        the reset gate multiplies, which make the previous hidden state's together with the share that z keeps. The
+        products that make x's and the weights' are left for the end, one for all steps.
+        """
         x_TBE, gates_TBG, recalled_TBD, outputs_PBD, updates_TBD, statistics, *weights = ctx.saved_tensors
         input_GE, recurrent_GK, norm_scale_D, norm_shift_D, skip_scale_D = weights
         x_dtype, hidden_dtype, dtype = ctx.dtypes

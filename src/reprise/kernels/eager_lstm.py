@@ -50,6 +50,12 @@ class Lstm(torch.autograd.Function):
         coupled_gates: bool,
         product: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, T, E], h and c [B, D], reset [B, T] bool or None, weights [G, E], [G, K], [G], and vectors [D] or None.
+
+        Returns y [B, T, D] in the format `product`, and h and c [B, D] after the last position in fp32 (fp64 where
+        `product` is). Equations: `reference.lstm` (Hochreiter and Schmidhuber 1997). Raises UserError for a recurrent
+        weight whose K is no structure.
+        """
         kept = state_dtype(product)
         ctx.coupled_gates, ctx.product, ctx.resets = coupled_gates, product, Resets(reset_BT)
         ctx.dtypes = (x_BTE.dtype, hidden_BD.dtype, cell_BD.dtype, input_GE.dtype)
@@ -73,6 +79,12 @@ class Lstm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_BTD: Tensor, grad_hidden_BD: Tensor, grad_cell_BD: Tensor) -> tuple[Any, ...]:
+        """From the gradients of y [B, T, D] and of the last h and c [B, D] those of all inputs, each in its own format.
+
+        Backpropagation through time by hand: the cell's gradient takes the update's share, makes the gates', and goes
+        on times f; the gates' make the previous hidden state's. The products that make x's and the weights' are left
+        for the end, one for all steps.
+        """
         x_TBE, gates_TBG, cells_PBD, squashed_TBD, outputs_PBD, updates_TBD, statistics, *weights = ctx.saved_tensors
         input_GE, recurrent_GK, norm_scale_D, norm_shift_D, skip_scale_D = weights
         x_dtype, hidden_dtype, cell_dtype, dtype = ctx.dtypes

@@ -21,16 +21,20 @@ class Recurrence(Protocol):
     """A recurrent weight as the loops over time use it."""
 
     def share(self, hidden_BD: Tensor, read_BD: Tensor) -> Tensor:
-        """The previous hidden state's share of all gates [B, G].
+        """The previous hidden state's share of all gates [B, G]: R h of `reference.py`.
 
-        The state comes twice: in the kept format, and as matrix products read it.
+        The state [B, D] comes twice: in the kept format, and as matrix products read it.
         """
 
     def back(self, grad_gates_BG: Tensor) -> Tensor:
-        """The gradient of the previous hidden state [B, D] from that of its share."""
+        """The gradient of the previous hidden state [B, D] from that of its share [B, G], in the products' format."""
 
     def gradient(self, grad_gates_TBG: Tensor, previous_TBD: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gradient of the weight [G, K], from a window's shares and the hidden states that they were made from."""
+        """Gradient of the weight [G, K] in the format `dtype`, summed over a window.
+
+        From the gradients of the shares [T, B, G] and the hidden states [T, B, D] that they were made from, both in the
+        products' format.
+        """
 
 
 def recurrence(recurrent_GK: Tensor, product: torch.dtype, *, num_rows: int, width: int) -> Recurrence:

@@ -52,6 +52,10 @@ def rglru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: RgLruWe
 class _LinearScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decay_BTD: Tensor, value_BTD: Tensor, initial_BD: Tensor, reset_BT: Tensor | None) -> Tensor:
+        """decay, value [B, T, D] in any format, initial [B, D], reset [B, T] bool or None.
+
+        Returns every state [B, T, D] in fp32, or fp64 where an input is fp64. Equation: `reference_scan.linear_scan`.
+        """
         kept = scan_dtype(decay_BTD, value_BTD, initial_BD)
         ctx.resets, ctx.dtypes = Resets(reset_BT), (decay_BTD.dtype, value_BTD.dtype, initial_BD.dtype)
         states_BTD = torch.empty_like(value_BTD, dtype=kept, memory_format=torch.contiguous_format)

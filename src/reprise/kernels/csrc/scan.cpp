@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -316,7 +317,8 @@ extern "C" void reprise_scan_forward(
     const float *bias, const float *rate, const float *initial, const uint8_t *reset, void *outputs, float *last
 ) {
     choose(
-        Forward{{rows, steps, width}, {gates, stride}, bias, rate, initial, reset, outputs, last}, cell, is_bf16, threads
+        Forward{{rows, steps, width}, {gates, stride}, bias, rate, initial, reset, outputs, last}, cell, is_bf16,
+        usable_threads(threads)
     );
 }
 
@@ -331,6 +333,6 @@ extern "C" void reprise_scan_backward(
             {rows, steps, width}, {gates, stride}, bias, rate, initial, reset, outputs, grad_outputs, grads, grad_bias,
             grad_rate, carried
         },
-        cell, is_bf16, threads
+        cell, is_bf16, usable_threads(threads)
     );
 }
