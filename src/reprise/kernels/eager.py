@@ -3,8 +3,8 @@
 The names, signatures and results are those of `reference.py`. Where the time goes, and what is done about it:
 
 - the input's share of all gates is one product over the whole window, and so are the weight gradients;
-- a time step is one product with a weight laid out once (`eager_recurrence.py`) and a handful of fused operations that write
-  into buffers allocated once a window (`window.py`);
+- a time step is one product with a weight laid out once (`eager_recurrence.py`) and a handful of fused operations that
+  write into buffers allocated once a window (`window.py`);
 - backward multiplies incoming gradients by local slopes, which are computed for several steps at once while they are
   still in cache, so that a step of backward holds no transcendental function and few operations.
 
