@@ -41,6 +41,7 @@ def measure(settings: BenchmarkConfig, place: Place) -> Outcome:
     outcome.ratios = {
         f"resets_{length}_over_none": time_ratio(resets_bf16, timings["none_bf16"]),
         f"resets_{length}_over_pad_pack": speed_ratio(resets_bf16, packed),
+        f"resets_{length}_bf16_over_pad_pack_fp32": speed_ratio(resets_bf16, timings["pad_pack_fp32"]),
         f"resets_{length}_fp32_over_none_fp32": time_ratio(resets_fp32, timings["none_fp32"]),
         f"resets_{length}_fp32_over_pad_pack_fp32": speed_ratio(resets_fp32, timings["pad_pack_fp32"]),
     }
