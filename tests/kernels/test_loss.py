@@ -122,3 +122,21 @@ def test_a_large_vocabulary_of_no_whole_vectors(dtype: torch.dtype) -> None:
         assert relative_rms(total.detach(), expected.detach()) < min(bound, 1e-3)
         for value, wanted in zip(torch.autograd.grad(total, (hidden_ND, weight_VD, bias_V)), gradients, strict=True):
             assert relative_rms(value, wanted) < bound
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler here")
+def test_torch_compile_takes_the_loss_whole() -> None:
+    """Of a size at which memory comes from what earlier windows left."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(300, 8), torch.randn(2000, 8), torch.randn(2000)]
+    hidden_ND, weight_VD, bias_V = (leaf.requires_grad_() for leaf in leaves)
+    targets_N = torch.randint(2000, (300,))
+
+    def kernel(hidden_ND: Tensor) -> Tensor:
+        return cpu_loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N)
+
+    results = []
+    for function in (kernel, torch.compile(kernel, backend="aot_eager", fullgraph=True)):
+        total = function(hidden_ND)
+        results.append((total, *torch.autograd.grad(total, (hidden_ND, weight_VD, bias_V))))
+    assert all(torch.equal(part, other) for part, other in zip(*results, strict=True))
