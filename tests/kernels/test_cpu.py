@@ -23,7 +23,8 @@ from kernel_cases import (
     relative_rms,
 )
 
-from reprise.kernels import cpu, native, reference
+from reprise.cells.config import CellConfig
+from reprise.kernels import cpu, dispatch, native, reference
 from reprise.runtime import UserError
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no C++ compiler here")
@@ -142,6 +143,50 @@ def test_torch_compile_takes_a_cell_whole(case: CellCase) -> None:
     assert all(torch.equal(part, other) for part, other in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["lstm", "gru", "mingru"])
+def test_torch_compile_takes_a_layer_whole(kind: str) -> None:
+    """With the choice of its kernel, before any other call has made it."""
+    dispatch.pick.cache_clear()
+    layer = CellConfig(kind=kind, coupled_gates=False, layer_norm=False, temporal_residual=False).build(8, 32)
+    x_BTE, state = torch.randn(2, 3, 8), layer.initial_state(2)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(x_BTE, state, None)
+    expected = layer(x_BTE, state, None)
+    assert torch.equal(compiled[0], expected[0]) and torch.equal(compiled[1][0], expected[1][0])
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_state_may_have_any_strides(kind: str) -> None:
+    case = CellCase(kind)
+    x_BTE, state, weights = make_inputs(case, torch.float32)
+    strided = tuple(part.t().contiguous().t() for part in state)
+    assert not strided[0].is_contiguous()
+    kernel = partial(getattr(cpu, kind), **case.arguments())
+    expected, result = (kernel(x_BTE, given, None, weights) for given in (state, strided))
+    assert torch.equal(expected[0], result[0])
+    assert all(torch.equal(part, other) for part, other in zip(expected[1], result[1], strict=True))
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_what_does_not_fit_is_refused_before_native_code_reads_it(kind: str) -> None:
+    case = CellCase(kind)
+    x_BTE, state, weights = make_inputs(case, torch.float32)
+    kernel = partial(getattr(cpu, kind), **case.arguments())
+    with pytest.raises(UserError, match="its second dimension is 3; allowed: 8"):
+        kernel(x_BTE, state, None, weights._replace(recurrent_GK=weights.recurrent_GK[:, :3]))
+    for other_state, reset_BT in ((tuple(part[:1] for part in state), None), (state, make_resets(3, 4))):
+        with pytest.raises(AssertionError):
+            kernel(x_BTE, other_state, reset_BT, weights)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+def test_a_window_without_positions_leaves_the_state(kind: str) -> None:
+    case = CellCase(kind)
+    x_BTE, state, weights = make_inputs(case, torch.float32)
+    y_BTD, last = getattr(cpu, kind)(x_BTE[:, :0], state, None, weights, **case.arguments())
+    assert y_BTD.shape == (3, 0, 8)
+    assert all(torch.equal(part, other) for part, other in zip(last, state, strict=True))
+
+
 def test_autocast_runs_products_in_bf16_and_keeps_fp32_state() -> None:
     inputs = make_inputs(OPTIMIZED, torch.float32, width=32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -203,34 +248,6 @@ def test_every_instruction_set_is_accurate(level: str) -> None:
     if level in ("avx2", "avx512") and level not in native._levels_here():
         pytest.skip(f"no {level} here")
     assert "accurate" in _run(_ELSEWHERE, REPRISE_NATIVE=level)
-
-
-def test_a_forked_child_computes_the_same() -> None:
-    code = """
-import multiprocessing, sys, torch
-from kernel_cases import CellCase, make_inputs, outcome
-from reprise.kernels import cpu
-case = CellCase("lstm", True, True, True)
-inputs = make_inputs(case, torch.float32, num_rows=4, width=96)
-x_BTE, state, weights = [part.detach() if hasattr(part, "detach") else part for part in inputs]
-def last():
-    with torch.no_grad():
-        return cpu.lstm(x_BTE, tuple(s.detach() for s in state), None, weights, coupled_gates=True)[1][0].sum().item()
-if __name__ == "__main__":
-    torch.set_num_threads(2)
-    expected = last()
-    reader, writer = multiprocessing.Pipe()
-    def child():
-        torch.set_num_threads(1)
-        writer.send(last())
-    process = multiprocessing.get_context("fork").Process(target=child)
-    process.start()
-    assert reader.poll(60), "the forked child hangs"
-    assert abs(reader.recv() - expected) < 1e-4
-    process.join()
-    print("same")
-"""
-    assert "same" in _run(code)
 
 
 def test_without_a_compiler_one_line_says_so(tmp_path: Path) -> None:

@@ -124,6 +124,23 @@ def test_a_large_vocabulary_of_no_whole_vectors(dtype: torch.dtype) -> None:
             assert relative_rms(value, wanted) < bound
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_word_ruled_out_by_its_bias_costs_nothing(kernel: Kernel) -> None:
+    hidden_ND, weight_VD, bias_V, _ = _inputs(torch.float32)
+    bias_V = bias_V.detach().clone()
+    bias_V[1] = -torch.inf
+    targets_N = torch.zeros(len(hidden_ND), dtype=torch.int64)
+    expected = reference.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N)
+    assert torch.allclose(kernel(hidden_ND, weight_VD, bias_V, targets_N), expected)
+
+
+@pytest.mark.skipif(native.library() is None, reason="no C++ compiler here")
+def test_targets_may_be_of_any_integer_format() -> None:
+    hidden_ND, weight_VD, bias_V, targets_N = _inputs(torch.float32)
+    expected = cpu_loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N)
+    assert torch.equal(cpu_loss.linear_cross_entropy(hidden_ND, weight_VD, bias_V, targets_N.int()), expected)
+
+
 @pytest.mark.skipif(native.library() is None, reason="no C++ compiler here")
 def test_torch_compile_takes_the_loss_whole() -> None:
     """Of a size at which memory comes from what earlier windows left."""

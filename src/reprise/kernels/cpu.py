@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear as dense
 
 from reprise.kernels import native
-from reprise.kernels.products import product_dtype
+from reprise.kernels.products import product_dtype, recurrence_structure
 from reprise.kernels.reference import NORM_EPSILON, GruWeights, LstmWeights, State
 from reprise.kernels.window_memory import MEMORY
 
@@ -54,9 +54,12 @@ class _Window(ctypes.Structure):
 def lstm(
     x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: LstmWeights, *, coupled_gates: bool
 ) -> tuple[Tensor, State]:
-    """As `reference.lstm`. Raises UserError where the products are neither fp32 nor bf16."""
+    """As `reference.lstm`. Raises UserError also where the products are neither fp32 nor bf16."""
     product = product_dtype(weights.recurrent_GK)
     native.check_format(product)
+    recurrence_structure(weights.recurrent_GK, state[0].shape[1])
+    if x_BTE.shape[1] == 0:
+        return _no_steps(x_BTE, state, product)
     with torch.autocast("cpu", enabled=False):
         y_BTD, hidden_BD, cell_BD, *_ = torch.ops.reprise.recurrence(
             dense(x_BTE.to(product), weights.input_GE.to(product)),
@@ -75,9 +78,12 @@ def lstm(
 
 
 def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeights) -> tuple[Tensor, State]:
-    """As `reference.gru`. Raises UserError where the products are neither fp32 nor bf16."""
+    """As `reference.gru`. Raises UserError also where the products are neither fp32 nor bf16."""
     product = product_dtype(weights.recurrent_GK)
     native.check_format(product)
+    recurrence_structure(weights.recurrent_GK, state[0].shape[1])
+    if x_BTE.shape[1] == 0:
+        return _no_steps(x_BTE, state, product)
     with torch.autocast("cpu", enabled=False):
         # The kernel's order of the input's gates is n, r, z: with r, z, c of the recurrent product one tensor of
         # gradients, n r z c, holds what both products need.
@@ -96,6 +102,31 @@ def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeight
             "gru",
         )
     return y_BTD, (hidden_BD,)
+
+
+def _no_steps(x_BTE: Tensor, state: State, product: torch.dtype) -> tuple[Tensor, State]:
+    """A window without positions: no outputs, and the state as it was."""
+    return x_BTE.new_empty((*x_BTE.shape[:2], state[0].shape[1]), dtype=product), tuple(part.float() for part in state)
+
+
+def _check_shapes(
+    drive_BTG: Tensor,
+    hidden_BD: Tensor,
+    cell_BD: Tensor | None,
+    reset_BT: Tensor | None,
+    recurrent_GK: Tensor,
+    bias_G: Tensor,
+    vectors: tuple[Tensor | None, ...],
+) -> None:
+    """Native code trusts what it is given: whatever does not fit ends here."""
+    num_rows, num_steps, num_gates_width = drive_BTG.shape
+    width = hidden_BD.shape[1]
+    assert num_steps > 0 and num_gates_width % width == 0
+    assert hidden_BD.shape == (num_rows, width)
+    assert cell_BD is None or cell_BD.shape == (num_rows, width)
+    assert reset_BT is None or (reset_BT.shape == (num_rows, num_steps) and reset_BT.dtype == torch.bool)
+    assert recurrent_GK.shape[0] == num_gates_width and bias_G.shape == (num_gates_width,)
+    assert all(vector is None or vector.shape == (width,) for vector in vectors)
 
 
 def _call(
@@ -161,8 +192,9 @@ def _room(
     num_units = -(-width // _SLICE) * _SLICE
     return {
         "output": output_BTD,
-        "last_hidden": torch.empty_like(hidden_BD),
-        "last_cell": hidden_BD.new_empty((0,)) if cell_BD is None else torch.empty_like(cell_BD),
+        # Of the shape only: a state may come with other strides.
+        "last_hidden": hidden_BD.new_empty(hidden_BD.shape),
+        "last_cell": hidden_BD.new_empty((0,) if cell_BD is None else cell_BD.shape),
         "previous": empty(output_BTD.shape, output_BTD.dtype),
         "kept": empty((num_steps, num_rows, num_units, _CELLS[kind].num_kept + has_norm), drive_BTG.dtype),
         "inverse_deviation": hidden_BD.new_empty((num_steps, num_rows) if has_norm else (0,)),
@@ -184,6 +216,8 @@ def _recurrence(
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs [B, T, D], last hidden and cell state; then, for backward, the hidden states read, gates, deviations."""
+    vectors = (candidate_bias_D, norm_scale_D, norm_shift_D, skip_scale_D)
+    _check_shapes(drive_BTG, hidden_BD, cell_BD, reset_BT, recurrent_GK, bias_G, vectors)
     room = _room(drive_BTG, hidden_BD, cell_BD, kind=kind, has_norm=norm_scale_D is not None, empty=MEMORY.empty)
     state = {"drive": _plain(drive_BTG, drive_BTG.dtype), "hidden": _plain(hidden_BD), "cell": _plain(cell_BD)}
     weights = _weights(recurrent_GK, bias_G, candidate_bias_D, norm_scale_D, norm_shift_D, skip_scale_D)

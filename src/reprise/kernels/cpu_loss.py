@@ -37,11 +37,11 @@ def _cross_entropy_chunk(
 ) -> Tensor:
     """Losses [C] in fp32; the scores, fp32 or bf16, become their gradient where that is wanted."""
     num_tokens, num_words = scores_CV.shape
-    assert scores_CV.is_contiguous()
+    assert scores_CV.is_contiguous() and bias_V.shape == (num_words,) and targets_C.shape == (num_tokens,)
     is_wrong_C = (targets_C != IGNORE) & ((targets_C < 0) | (targets_C >= num_words))
     if is_wrong_C.any():
         raise IndexError(f"target {int(targets_C[is_wrong_C][0])}: the vocabulary has {num_words} words")
-    bias_V, targets_C = bias_V.detach().float().contiguous(), targets_C.contiguous()
+    bias_V, targets_C = bias_V.detach().float().contiguous(), targets_C.to(torch.int64).contiguous()
     loss_C = torch.empty(num_tokens)
     status = native.require().cross_entropy_chunk(
         ctypes.c_void_p(scores_CV.data_ptr()),

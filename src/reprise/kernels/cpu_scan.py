@@ -70,6 +70,7 @@ def _run(
 
 @torch.library.custom_op("reprise::linear_scan", mutates_args=(), device_types="cpu")
 def _scan(decay_BTD: Tensor, value_BTD: Tensor, initial_BD: Tensor, reset_BT: Tensor | None) -> Tensor:
+    assert value_BTD.shape == decay_BTD.shape
     blocks = (decay_BTD.contiguous(), value_BTD.contiguous())
     states_BTD = torch.empty_like(blocks[1], dtype=torch.float32)
     call = _Call(_PLAIN, blocks, None, None, initial_BD, reset_BT)

@@ -83,22 +83,20 @@ def pick(name: str, device: str, dtype: torch.dtype, implementation: str, *, swi
     """The kernel `name` for a device type and a product format. Says what it picked the first time it is asked.
 
     `switches` are the options that are on and that only our own implementations have, a recurrence that is not full
-    ("block", "diagonal") among them. `auto` takes the first that runs here: on a CPU native code (but the library's
-    textbook LSTM in fp32, which is faster), on a GPU the library's where no switch is on and else Triton's; then the
-    library's, then eager. Raises UserError for an unknown name or implementation, and for an implementation that lacks
-    the kernel or the switches, or does not run here.
+    ("block", "diagonal") among them. `auto` takes the first that runs here: on a CPU native code, on a GPU the
+    library's where no switch is on and else Triton's; then the library's, then eager. Raises UserError for an unknown
+    name or implementation, and for an implementation that lacks the kernel or the switches, or does not run here.
     """
     if name not in KERNELS:
         raise UserError(f"kernel={name}: unknown; allowed: {', '.join(KERNELS)}")
     if implementation not in IMPLEMENTATIONS:
         raise UserError(f"implementation={implementation}: unknown; allowed: {', '.join(IMPLEMENTATIONS)}")
     available = KERNELS[name]
-    obstacles = {choice: _obstacle(choice, name, device, dtype, switches) for choice in available}
+    obstacles = {choice: _known_obstacle(choice, name, device, dtype, switches) for choice in available}
     chosen, asked = implementation, ""
     if implementation == "auto":
-        order = ["library", "triton", "native", "eager", "reference"]
-        if device == "cpu" and (name, dtype) != ("lstm", torch.float32):
-            order = ["native", *order]
+        # The library has no resets: it runs a window in as many pieces as there are positions with one.
+        order = [*(["native"] if device == "cpu" else []), "library", "triton", "eager", "reference"]
         usable = [choice for choice in order if choice in available and obstacles[choice] is None]
         chosen = usable[0]
         missed = obstacles.get("triton") if chosen == "eager" and device == "cuda" else None
@@ -109,7 +107,9 @@ def pick(name: str, device: str, dtype: torch.dtype, implementation: str, *, swi
     if obstacles[chosen] is not None:
         raise UserError(f"implementation={chosen}: {obstacles[chosen]}; allowed: auto, {others}")
     option_text = f" with {', '.join(switches)}" if switches else ""
-    say(f"kernel {name}{option_text}: {chosen}{asked} on {device}, products in {str(dtype).removeprefix('torch.')}")
+    _announce(
+        f"kernel {name}{option_text}: {chosen}{asked} on {device}, products in {str(dtype).removeprefix('torch.')}"
+    )
     return available[chosen]
 
 
@@ -120,3 +120,8 @@ def _obstacle(implementation: str, name: str, device: str, dtype: torch.dtype, s
     if implementation == "triton":
         return gpu.obstacle(device)
     return native.obstacle(device, dtype) if implementation == "native" else None
+
+
+# What torch.compile neither traces nor asks again: a machine does not change.
+_constant: Callable[[Callable[..., Any]], Callable[..., Any]] = torch.compiler.assume_constant_result
+_announce, _known_obstacle = _constant(say), _constant(_obstacle)

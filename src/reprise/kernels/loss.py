@@ -47,12 +47,14 @@ def chunk_loss(
     valid_C = targets_C != IGNORE
     targets_C1 = targets_C.masked_fill(~valid_C, 0).unsqueeze(1)
     kept_CV = scores_CV.to(kept) + bias_V.to(kept)
-    target_C, mean_C = kept_CV.gather(1, targets_C1)[:, 0], kept_CV.mean(dim=1)
+    smoothing, z_loss = penalties.label_smoothing, penalties.z_loss
+    target_C = kept_CV.gather(1, targets_C1)[:, 0]
+    # Not where it would count nothing: a word that a bias of -inf rules out makes it infinite.
+    mean_C = kept_CV.mean(dim=1) if smoothing > 0.0 else torch.zeros_like(target_C)
     largest_C = kept_CV.amax(dim=1)
     torch.softmax(kept_CV, dim=-1, out=kept_CV)
     # log sum exp from the likeliest word, whose probability cannot underflow as the target's can.
     log_sum_C = largest_C - kept_CV.amax(dim=1).log_()
-    smoothing, z_loss = penalties.label_smoothing, penalties.z_loss
     loss_C = log_sum_C - (1.0 - smoothing) * target_C - smoothing * mean_C + z_loss * log_sum_C.square()
     loss_C = loss_C.masked_fill(~valid_C, 0.0)
     if not wants_gradient:

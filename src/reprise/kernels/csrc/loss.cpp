@@ -60,7 +60,9 @@ float row_loss(T *scores, const float *bias, int64_t target, int words, const Lo
             store(scores + word, load(row + word) * factor - spread, words - word);
         from_float(scores + target, row[target] * factor - spread - kept);
     }
-    return log_sum - kept * target_score - spread * sum(total) + loss.z_loss * log_sum * log_sum;
+    // Not where it would count nothing: a word that a bias of -inf rules out makes the sum infinite.
+    const float smoothed = spread > 0.0f ? spread * sum(total) : 0.0f;
+    return log_sum - kept * target_score - smoothed + loss.z_loss * log_sum * log_sum;
 }
 
 template <class T>
