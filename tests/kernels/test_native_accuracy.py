@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import ACCURACY, ALL_CASES, CellCase, make_inputs, outcome, relative_rms
 from native_cases import (
@@ -76,10 +76,12 @@ def test_a_thousand_random_windows_equal_float64(
         patch.setattr(native, "library", lambda: _load(level))
         value = outcome(cpu, case, inputs, reset_BT)
     expected = outcome(reference, case, changed(inputs, as_float64), reset_BT)
+    share_of_bound = 1.0
     if too_far(value, expected, dtype):
         # Where the definition itself, run in this format, uses up half the bound, the format cannot tell the numbers.
-        assume(not too_far(outcome(reference, case, inputs, reset_BT), expected, dtype, share_of_bound=0.5))
-    assert not too_far(value, expected, dtype)
+        is_hard = too_far(outcome(reference, case, inputs, reset_BT), expected, dtype, share_of_bound=0.5)
+        share_of_bound = 2.0 if is_hard else 1.0
+    assert not too_far(value, expected, dtype, share_of_bound=share_of_bound)
 
 
 @settings(max_examples=1000, deadline=None, derandomize=True)
