@@ -47,6 +47,17 @@ def test_no_resets_and_more_than_one_chunk_of_slopes(case: CellCase) -> None:
     assert_close(outcome(eager, case, inputs, None), outcome(reference, case, inputs, None), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CORNER_CASES, ids=str)
+def test_a_batch_of_no_rows_has_no_outputs_and_gradients_of_zero(case: CellCase, dtype: torch.dtype) -> None:
+    inputs, reset_BT = make_inputs(case, dtype, num_rows=0), torch.zeros(0, 9, dtype=torch.bool)
+    results, expected = outcome(eager, case, inputs, reset_BT), outcome(reference, case, inputs, reset_BT)
+    assert results.keys() == expected.keys()
+    for name, part in results.items():
+        assert torch.equal(part, expected[name]), name
+        assert part.dtype == expected[name].dtype and not part.any(), name
+
+
 @pytest.mark.parametrize("num_steps", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", TEXTBOOK_CASES, ids=str)
@@ -60,7 +71,7 @@ def test_library_equals_reference(case: CellCase, dtype: torch.dtype, num_steps:
 def test_library_refuses_a_recurrence_that_is_not_full(kind: str, recurrence: str) -> None:
     case = CellCase(kind, recurrence=recurrence)
     x_BTE, state, weights = make_inputs(case, torch.float32)
-    with pytest.raises(UserError, match=f"no {recurrence} recurrence; allowed: auto, eager, reference"):
+    with pytest.raises(UserError, match=f"no {recurrence} recurrence; allowed: auto, native, triton, eager, reference"):
         getattr(library, kind)(x_BTE, state, None, weights, **case.arguments())
 
 

@@ -42,7 +42,7 @@ class CellConfig:
     num_heads: int = 4
     # Positions before its own that attention reaches; the Transformer only.
     context: int = 256
-    # auto: the library's where no switch is on, else eager.
+    # auto: the fastest that runs, see `kernels.dispatch.pick`.
     implementation: str = "auto"
     # Added to the forget gate at the start (Jozefowicz et al. 2015); the LSTM only.
     forget_bias: float = 1.0

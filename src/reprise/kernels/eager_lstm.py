@@ -98,7 +98,7 @@ class Lstm(torch.autograd.Function):
         grad_cell_BD = grad_cell_BD.to(updates_TBD.dtype, copy=True)
         grad_gates_TBG = torch.empty_like(gates_TBG, dtype=ctx.product)
         width = updates_TBD.shape[-1]
-        grad_blocks_TBXD = grad_gates_TBG.view(*x_TBE.shape[:2], -1, width)
+        grad_blocks_TBXD = grad_gates_TBG.view(*x_TBE.shape[:2], grad_gates_TBG.shape[-1] // width, width)
         grad_gates = grad_gates_TBG.unbind(0)
         grad_outputs, grad_others = grad_blocks_TBXD[:, :, 0].unbind(0), grad_blocks_TBXD[:, :, 1:].unbind(0)
         for t, slopes in steps:

@@ -81,24 +81,27 @@ class _Block:
     def __init__(self, recurrent_GK: Tensor, product: torch.dtype, width: int) -> None:
         self._heard = recurrent_GK.shape[1]
         self._num_heads = width // self._heard
-        weight_XHKK = recurrent_GK.detach().to(product).reshape(-1, self._num_heads, self._heard, self._heard)
+        self._num_gates = recurrent_GK.shape[0] // width
+        weight_XHKK = (
+            recurrent_GK.detach().to(product).reshape(self._num_gates, self._num_heads, self._heard, self._heard)
+        )
         self._weight_HCK = weight_XHKK.transpose(0, 1).flatten(1, 2).contiguous()
 
     def share(self, hidden_BD: Tensor, read_BD: Tensor) -> Tensor:
         num_rows = read_BD.shape[0]
         read_HBK = read_BD.view(num_rows, self._num_heads, self._heard).transpose(0, 1)
         share_HBC = torch.bmm(read_HBK, self._weight_HCK.transpose(1, 2))
-        share_HBXK = share_HBC.view(self._num_heads, num_rows, -1, self._heard)
+        share_HBXK = share_HBC.view(self._num_heads, num_rows, self._num_gates, self._heard)
         return share_HBXK.permute(1, 2, 0, 3).flatten(1)
 
     def back(self, grad_gates_BG: Tensor) -> Tensor:
-        grad_BXHK = grad_gates_BG.view(grad_gates_BG.shape[0], -1, self._num_heads, self._heard)
+        grad_BXHK = grad_gates_BG.view(grad_gates_BG.shape[0], self._num_gates, self._num_heads, self._heard)
         grad_HBC = grad_BXHK.permute(2, 0, 1, 3).flatten(2)
         return torch.bmm(grad_HBC, self._weight_HCK).transpose(0, 1).flatten(1)
 
     def gradient(self, grad_gates_TBG: Tensor, previous_TBD: Tensor, dtype: torch.dtype) -> Tensor:
         num_shares = grad_gates_TBG.shape[0] * grad_gates_TBG.shape[1]
-        grad_NXHK = grad_gates_TBG.reshape(num_shares, -1, self._num_heads, self._heard)
+        grad_NXHK = grad_gates_TBG.reshape(num_shares, self._num_gates, self._num_heads, self._heard)
         previous_NHK = previous_TBD.reshape(num_shares, self._num_heads, self._heard)
         return torch.einsum("nxhd,nhk->xhdk", grad_NXHK, previous_NHK).reshape(-1, self._heard).to(dtype)
 

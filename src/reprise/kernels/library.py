@@ -78,7 +78,9 @@ def gru(x_BTE: Tensor, state: State, reset_BT: Tensor | None, weights: GruWeight
 def _refuse_structure(recurrent_GK: Tensor, width: int) -> None:
     structure = recurrence_structure(recurrent_GK, width)
     if structure != "full":
-        raise UserError(f"implementation=library: has no {structure} recurrence; allowed: auto, eager, reference")
+        raise UserError(
+            f"implementation=library: has no {structure} recurrence; allowed: auto, native, triton, eager, reference"
+        )
 
 
 def _layer_settings() -> tuple[bool, int, float, bool, bool, bool]:

@@ -150,7 +150,7 @@ def _recurrent_product(hidden_BD: Tensor, recurrent_GK: Tensor, product: torch.d
         weight_XD = recurrent_GK.to(hidden_BD.dtype).view(-1, width)
         return (weight_XD * hidden_BD.unsqueeze(1)).flatten(1)
     heard = recurrent_GK.shape[1]
-    hidden_BHK = hidden_BD.to(product).view(num_rows, -1, heard)
+    hidden_BHK = hidden_BD.to(product).view(num_rows, width // heard, heard)
     weight_XHDK = recurrent_GK.to(product).view(-1, width // heard, heard, heard)
     product_BXHD = torch.einsum("bhk,xhdk->bxhd", hidden_BHK, weight_XHDK)
     return product_BXHD.flatten(1).to(hidden_BD.dtype)

@@ -1,7 +1,8 @@
 """What the eager cells share for one window of time steps: the input's drive, resets, the hidden state and gradients.
 
 Every cell here ends a step in the same way (skip between time steps, then norm) and starts backward in the same way, so
-a variant of the hidden state (another norm, a scale on the skip) changes this file and `reference._hidden` only.
+a variant of the hidden state (another norm, a scale on the skip) changes this file and `reference._hidden`, and for the
+fast paths `csrc/forward.h`, `csrc/backward.h` and `tritonsrc/`.
 
 Legend: B rows, T time, P time and the initial state before it (T + 1), S steps computed at once, N = T * B, D width,
 E input width, K inputs of a product, G all gates.
@@ -27,7 +28,7 @@ _CHUNK_ELEMENTS = 1 << 17
 
 def chunks(num_steps: int, elements_a_step: int) -> Iterator[tuple[int, int]]:
     """[start, stop) of chunks of steps that stay in cache, last chunk first."""
-    length = max(1, _CHUNK_ELEMENTS // elements_a_step)
+    length = max(1, _CHUNK_ELEMENTS // max(1, elements_a_step))
     for stop in range(num_steps, 0, -length):
         yield max(0, stop - length), stop
 
@@ -187,7 +188,7 @@ class Drive:
         kept = state_dtype(product)
         self.gates_TBG = x_BTE.new_empty((num_steps, num_rows, input_GE.shape[0]), dtype=kept)
         self._bias_G = bias_G.to(kept)
-        self._num_ahead = max(1, _AHEAD_ROWS // num_rows)
+        self._num_ahead = max(1, _AHEAD_ROWS // max(1, num_rows))
         self._weight = PackedWeight(input_GE, product, num_rows=self._num_ahead * num_rows)
 
     def prepare(self, t: int) -> None:
@@ -215,7 +216,7 @@ def input_gradient(grad_gates_TBG: Tensor, input_GE: Tensor, dtype: torch.dtype)
     num_steps, num_rows, _ = grad_gates_TBG.shape
     weight = PackedWeight(input_GE.t(), grad_gates_TBG.dtype, num_rows=num_steps * num_rows)
     grad_x_NE = weight.times(grad_gates_TBG.flatten(0, 1))
-    return grad_x_NE.view(num_steps, num_rows, -1).transpose(0, 1).to(dtype)
+    return grad_x_NE.view(num_steps, num_rows, grad_x_NE.shape[-1]).transpose(0, 1).to(dtype)
 
 
 def weight_gradient(grad_gates_TBG: Tensor, read_TBK: Tensor, dtype: torch.dtype) -> Tensor:
