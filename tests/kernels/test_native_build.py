@@ -56,7 +56,7 @@ def test_a_cache_that_takes_no_files_is_said_in_one_line(
 
 
 @needs_compiler
-@pytest.mark.parametrize("num_bytes", [0, 100])
+@pytest.mark.parametrize("num_bytes", [0, 100, 8000])
 def test_a_broken_library_in_the_cache_is_built_anew_once(
     num_bytes: int, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_broken_library_in_the_cache_is_built_anew_once(
     (built,) = cache.rglob("*.so")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     broken = tmp_path / "other" / built.relative_to(cache)
-    broken.parent.mkdir(parents=True)
+    shutil.copytree(cache, tmp_path / "other")
     broken.write_bytes(built.read_bytes()[:num_bytes])
     compiler = wrapper.read_text()
     _script(wrapper, "echo 'error: out of paper' >&2; exit 1")
