@@ -6,9 +6,7 @@ Both directions are custom operators, so that autograd, autocast, DDP and torch.
 Legend: B rows, T time, D width, E input width, K inputs of a unit's recurrent product, G all gates side by side.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,39 +14,10 @@ from torch import Tensor
 from torch.nn.functional import linear as dense
 
 from reprise.kernels import native
+from reprise.kernels.cpu_window import CELLS, SLICE, call, check_shapes, plain
 from reprise.kernels.products import product_dtype, recurrence_structure
-from reprise.kernels.reference import NORM_EPSILON, GruWeights, LstmWeights, State
+from reprise.kernels.reference import GruWeights, LstmWeights, State
 from reprise.kernels.window_memory import MEMORY
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """A cell as `csrc/cells.h` has it: its number, vectors kept for backward, and blocks of gradients a row."""
-
-    number: int
-    num_kept: int
-    num_gradients: int
-
-
-_CELLS = {"coupled": _Cell(0, 4, 3), "textbook": _Cell(1, 5, 4), "gru": _Cell(2, 4, 4)}
-# Units are padded to whole slices: two vectors of `csrc/vectors.h`.
-_SLICE = 32
-
-_WEIGHTS = ("drive", "weight", "bias", "candidate_bias", "norm_scale", "norm_shift", "skip_scale")
-_FORWARD = ("reset", "hidden", "cell", "output", "previous", "last_hidden", "last_cell", "kept", "inverse_deviation")
-_BACKWARD = ("grad_output", "grad_last_hidden", "grad_last_cell", "grad_drive", "grad_hidden", "grad_cell", "grad_bias")
-_PARAMETERS = ("grad_norm_scale", "grad_norm_shift", "grad_skip_scale", "grad_weight")
-
-
-class _Window(ctypes.Structure):
-    """`Window` of `csrc/window.h`, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_steps", "width", "num_inputs", "num_threads")),
-        *((name, ctypes.c_void_p) for name in _WEIGHTS),
-        ("norm_epsilon", ctypes.c_float),
-        *((name, ctypes.c_void_p) for name in _FORWARD + _BACKWARD + _PARAMETERS),
-    )
 
 
 def lstm(
@@ -109,53 +78,6 @@ def _no_steps(x_BTE: Tensor, state: State, product: torch.dtype) -> tuple[Tensor
     return x_BTE.new_empty((*x_BTE.shape[:2], state[0].shape[1]), dtype=product), tuple(part.float() for part in state)
 
 
-def _check_shapes(
-    drive_BTG: Tensor,
-    hidden_BD: Tensor,
-    cell_BD: Tensor | None,
-    reset_BT: Tensor | None,
-    recurrent_GK: Tensor,
-    bias_G: Tensor,
-    vectors: tuple[Tensor | None, ...],
-) -> None:
-    """Native code trusts what it is given: whatever does not fit ends here."""
-    num_rows, num_steps, num_gates_width = drive_BTG.shape
-    width = hidden_BD.shape[1]
-    assert num_steps > 0 and num_gates_width % width == 0
-    assert hidden_BD.shape == (num_rows, width)
-    assert cell_BD is None or cell_BD.shape == (num_rows, width)
-    assert reset_BT is None or (reset_BT.shape == (num_rows, num_steps) and reset_BT.dtype == torch.bool)
-    assert recurrent_GK.shape[0] == num_gates_width and bias_G.shape == (num_gates_width,)
-    assert all(vector is None or vector.shape == (width,) for vector in vectors)
-
-
-def _call(
-    function: str, kind: str, product: torch.dtype, parts: dict[str, Tensor | None], *, reset_BT: Tensor | None
-) -> None:
-    """One pass over a window. Every part is fp32 and contiguous, or in the products' format as `Window` says."""
-    output, weight = parts["output"], parts["weight"]
-    assert output is not None and weight is not None
-    tensors = parts | {"reset": reset_BT}
-    window = _Window(
-        num_rows=output.shape[0],
-        num_steps=output.shape[1],
-        width=output.shape[2],
-        num_inputs=weight.shape[1],
-        num_threads=torch.get_num_threads(),
-        norm_epsilon=NORM_EPSILON,
-        **{name: None if part is None else part.data_ptr() for name, part in tensors.items()},
-    )
-    status = getattr(native.require(), function)(
-        ctypes.byref(window), _CELLS[kind].number, int(product == torch.bfloat16)
-    )
-    if status != 0:
-        raise MemoryError(f"no memory for a window of {window.num_steps} steps of {window.num_rows} rows")
-
-
-def _plain(part: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    return None if part is None else part.detach().to(dtype).contiguous()
-
-
 def _weights(
     recurrent_GK: Tensor,
     bias_G: Tensor,
@@ -165,12 +87,12 @@ def _weights(
     skip_scale_D: Tensor | None,
 ) -> dict[str, Tensor | None]:
     return {
-        "weight": _plain(recurrent_GK),
-        "bias": _plain(bias_G),
-        "candidate_bias": _plain(candidate_bias_D),
-        "norm_scale": _plain(norm_scale_D),
-        "norm_shift": _plain(norm_shift_D),
-        "skip_scale": _plain(skip_scale_D),
+        "weight": plain(recurrent_GK),
+        "bias": plain(bias_G),
+        "candidate_bias": plain(candidate_bias_D),
+        "norm_scale": plain(norm_scale_D),
+        "norm_shift": plain(norm_shift_D),
+        "skip_scale": plain(skip_scale_D),
     }
 
 
@@ -189,14 +111,14 @@ def _room(
     """
     num_rows, num_steps, width = *drive_BTG.shape[:2], hidden_BD.shape[1]
     output_BTD = drive_BTG.new_empty((num_rows, num_steps, width))
-    num_units = -(-width // _SLICE) * _SLICE
+    num_units = -(-width // SLICE) * SLICE
     return {
         "output": output_BTD,
         # Of the shape only: a state may come with other strides.
         "last_hidden": hidden_BD.new_empty(hidden_BD.shape),
         "last_cell": hidden_BD.new_empty((0,) if cell_BD is None else cell_BD.shape),
         "previous": empty(output_BTD.shape, output_BTD.dtype),
-        "kept": empty((num_steps, num_rows, num_units, _CELLS[kind].num_kept + has_norm), drive_BTG.dtype),
+        "kept": empty((num_steps, num_rows, num_units, CELLS[kind].num_kept + has_norm), drive_BTG.dtype),
         "inverse_deviation": hidden_BD.new_empty((num_steps, num_rows) if has_norm else (0,)),
     }
 
@@ -217,12 +139,12 @@ def _recurrence(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Outputs [B, T, D], last hidden and cell state; then, for backward, the hidden states read, gates, deviations."""
     vectors = (candidate_bias_D, norm_scale_D, norm_shift_D, skip_scale_D)
-    _check_shapes(drive_BTG, hidden_BD, cell_BD, reset_BT, recurrent_GK, bias_G, vectors)
+    check_shapes(drive_BTG, hidden_BD, cell_BD, reset_BT, recurrent_GK, bias_G, vectors)
     room = _room(drive_BTG, hidden_BD, cell_BD, kind=kind, has_norm=norm_scale_D is not None, empty=MEMORY.empty)
-    state = {"drive": _plain(drive_BTG, drive_BTG.dtype), "hidden": _plain(hidden_BD), "cell": _plain(cell_BD)}
+    state = {"drive": plain(drive_BTG, drive_BTG.dtype), "hidden": plain(hidden_BD), "cell": plain(cell_BD)}
     weights = _weights(recurrent_GK, bias_G, candidate_bias_D, norm_scale_D, norm_shift_D, skip_scale_D)
-    reset_BT = _plain(reset_BT, torch.bool)
-    _call("recurrence_forward", kind, drive_BTG.dtype, {**state, **weights, **room}, reset_BT=reset_BT)
+    reset_BT = plain(reset_BT, torch.bool)
+    call("recurrence_forward", kind, drive_BTG.dtype, {**state, **weights, **room}, reset_BT=reset_BT)
     return tuple(room.values())  # type: ignore[return-value]
 
 
@@ -258,19 +180,19 @@ def _recurrence_backward(
     """Gradients of the gates' sums [B, T, blocks * D], the state, the recurrent weight, the biases, norm and skip."""
     weights = _weights(recurrent_GK, bias_G, candidate_bias_D, norm_scale_D, norm_shift_D, skip_scale_D)
     read = {
-        "cell": _plain(cell_BD),
+        "cell": plain(cell_BD),
         "output": previous_BTD,
         "previous": previous_BTD,
         "kept": kept,
         "inverse_deviation": inverse_deviation_TB,
-        "grad_output": _plain(grad_output_BTD, previous_BTD.dtype),
-        "grad_last_hidden": _plain(grad_last_hidden_BD),
-        "grad_last_cell": _plain(grad_last_cell_BD),
+        "grad_output": plain(grad_output_BTD, previous_BTD.dtype),
+        "grad_last_hidden": plain(grad_last_hidden_BD),
+        "grad_last_cell": plain(grad_last_cell_BD),
     }
     made = _gradient_room(previous_BTD, recurrent_GK, kind=kind)
     is_diagonal = recurrent_GK.shape[1] == 1 < previous_BTD.shape[2]
-    reset_BT = _plain(reset_BT, torch.bool)
-    _call("recurrence_backward", kind, previous_BTD.dtype, {**weights, **read, **made}, reset_BT=reset_BT)
+    reset_BT = plain(reset_BT, torch.bool)
+    call("recurrence_backward", kind, previous_BTD.dtype, {**weights, **read, **made}, reset_BT=reset_BT)
     if not is_diagonal:
         made["grad_weight"] = _weight_gradient(made["grad_drive"], previous_BTD, recurrent_GK)
     return list(made.values())
@@ -283,7 +205,7 @@ def _(*tensors: Any) -> list[Tensor]:
 
 def _gradient_room(previous_BTD: Tensor, recurrent_GK: Tensor, *, kind: str) -> dict[str, Tensor]:
     num_rows, num_steps, width = previous_BTD.shape
-    num_blocks = _CELLS[kind].num_gradients
+    num_blocks = CELLS[kind].num_gradients
 
     def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=previous_BTD.device)

@@ -18,7 +18,8 @@
 
 extern "C" {
 
-// One window. The same layout as `cpu._Window`. Pointers that a pass does not use, and switches that are off, are null.
+// One window. The same layout as `cpu_window._Window`. Pointers that a pass does not use, and switches that are off, are
+// null.
 struct Window {
     int64_t num_rows, num_steps, width, num_inputs, num_threads;
     const void *drive;          // [B][T][G D]
