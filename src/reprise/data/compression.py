@@ -42,6 +42,7 @@ class _ZstdFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
+        """As `io.RawIOBase.readinto`, in bytes. Raises EOFError for a file that ends inside a frame."""
         while not self._output:
             if not self._input:
                 self._input = self._file.read(1 << 16)

@@ -140,6 +140,7 @@ class _Sample:
         return [part for _, part in self._kept]
 
     def add(self, text: str) -> None:
+        """Take a document's text into the draw; which parts stay depends on how many came before, not on chance."""
         for part in text_parts(text):
             key = xxhash.xxh3_64_intdigest(str(self._num_parts).encode())
             self._num_parts += 1

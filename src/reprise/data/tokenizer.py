@@ -107,6 +107,7 @@ class SubwordTokenizer(Tokenizer):
         return self._model
 
     def encode_documents(self, documents: Sequence[Document], *, num_threads: int) -> list[Ids]:
+        """Ids of every document, one array [tokens] each, in order; the same for any number of threads."""
         parts: list[str] = []
         parts_until: list[int] = []
         for document in documents:
